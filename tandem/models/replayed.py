@@ -142,11 +142,8 @@ class _Replayed(torch.autograd.Function):
         made: list[Tensor | None] = [None] * len(weights)
         for number in reversed(range(len(plan.blocks))):
             part = slice(number * per_layer, (number + 1) * per_layer)
-            before = x
-            if number:
-                before = plan.layers[number - 1].out.index_select(0, plan.rows)
             given, made[part] = _layer_back(
-                plan, number, given, before, weights[part], ctx.leaves[part], needed[part]
+                plan, number, given, x, weights[part], ctx.leaves[part], needed[part]
             )
         return None, given, *made
 
@@ -161,7 +158,11 @@ def _layer_back(
     needed: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Gradients of a layer's input (N, D) and of its weights, in the order of `PlainBlock.weights`,
-    from that of what it gives: (N, D), or in the last layer (K, D)."""
+    from that of what it gives: (N, D), or in the last layer (K, D).
+
+    x: (N, D), the first layer's input. Only queries, keys and values are
+    gathered; other states are read where they are kept.
+    """
     block, kept, rows = plan.blocks[number], plan.layers[number], plan.rows
     wanted = plan.wanted if number == len(plan.blocks) - 1 else None
     norm, q, k, v, _, _, _, out, _, second, gate, up, down = weights
@@ -179,9 +180,9 @@ def _layer_back(
     four = [leaves[7], *leaves[10:]]
     with _sums(four, [needed[7], *needed[10:]]) as (totals, are_new):
         of_mixed, of_sum, of_bias, of_second, *of_four = layer.after_backward(
-            given, mixed, kept.hidden.index_select(0, there), kept.inner.index_select(0, there),
-            out, (second, *block.second), gate, up, down, block.tanh,
-            [True, True, needed[8], needed[9], needed[7], *needed[10:]], totals, are_new,
+            given, mixed, kept.hidden, kept.inner, out, (second, *block.second), gate, up, down,
+            block.tanh, [True, True, needed[8], needed[9], needed[7], *needed[10:]],
+            totals, are_new, rows=there,
         )  # fmt: skip
     assert of_mixed is not None
     assert of_sum is not None
@@ -191,10 +192,11 @@ def _layer_back(
             for part in (of_mixed, of_sum)
         )
     of_turned = torch.autograd.grad(attended, (queries, keys, values), of_mixed.view_as(attended))
+    inputs, those = (plan.layers[number - 1].out, rows) if number else (x, None)
     with _sums(leaves[1:4], needed[1:4]) as (totals, are_new):
         of_x, of_norm, *of_three = layer.before_backward(
-            [*of_turned, of_sum], x, (norm, *block.first), [q, k, v], plan.cos, plan.sin,
-            block.head_dim, [True, *needed[:7]], totals, are_new,
+            [*of_turned, of_sum], inputs, (norm, *block.first), [q, k, v], plan.cos, plan.sin,
+            block.head_dim, [True, *needed[:7]], totals, are_new, rows=those,
         )  # fmt: skip
     assert of_x is not None
     of_out, *of_rest = of_four

@@ -139,6 +139,7 @@ def before_backward(
     are_new: int,
     adapters: Sequence[Tensor | None] = (),
     scales: Sequence[float] = (),
+    rows: Tensor | None = None,
 ) -> list[Tensor | None]:
     """Gradients of `before_attention`'s x, norm, weights, biases and adapters, in this order.
 
@@ -148,6 +149,7 @@ def before_backward(
         totals: float32 sums that weights' gradients are added to, of which the bits of `are_new`
             say which hold nothing yet; None where they are returned.
         adapters, scales: down and up of each weight, None where it has none; a scale for each.
+        rows: (N,) int64, those of x that are meant where it holds more, in this order.
     """
     made: list[Tensor | None] = _op("before_attention_backward")(
         *given,
@@ -162,6 +164,7 @@ def before_backward(
         _bits(needed),
         totals,
         are_new,
+        rows,
     )
     return made
 
@@ -182,6 +185,7 @@ def after_backward(
     are_new: int,
     adapters: Sequence[Tensor | None] = (),
     scales: Sequence[float] = (),
+    rows: Tensor | None = None,
 ) -> list[Tensor | None]:
     """Gradients of `after_attention`'s attended, residual, bias, norm, out, gate, up, down and
     adapters, in this order.
@@ -189,6 +193,7 @@ def after_backward(
     Args:
         hidden, both: the sum behind attention; gate and up side by side.
         needed, totals, are_new, adapters, scales: as of `before_backward`.
+        rows: (N,) int64, those of hidden and both that are meant where these hold more.
     """
     made: list[Tensor | None] = _op("after_attention_backward")(
         given,
@@ -206,6 +211,7 @@ def after_backward(
         _bits(needed),
         totals,
         are_new,
+        rows,
     )
     return made
 

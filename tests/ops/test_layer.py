@@ -536,6 +536,63 @@ def test_weights_in_another_form_are_unpacked_twice_and_not_kept(
             assert torch.equal(getattr(leaves, key).grad, getattr(plain, key).grad), key
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["small", "ragged", "large"])
+def test_rows_read_where_they_lie_give_the_bits_of_gathered_ones(
+    name: str, dtype: torch.dtype
+) -> None:
+    shape = SHAPES[name]
+    given = inputs_of(shape, rows=300, dtype=dtype)
+    chosen = torch.randperm(700, generator=torch.Generator().manual_seed(1))[:300]
+    x, hidden, both = (torch.randn(700, width).to(dtype) for width in
+                       (shape.width, shape.width, 2 * shape.inner))  # fmt: skip
+    norm = (given.norm, 1e-5, shape.offset)
+    of_before = [*(torch.randn_like(part) for part in before(given, shape)[:3]), given.residual]
+    of_after = torch.randn_like(given.residual)
+
+    def before_back(x: Tensor, rows: Tensor | None) -> list[Tensor | None]:
+        return layer.before_backward(
+            of_before, x, norm, (given.q, given.k, given.v), *angles(shape, 300, dtype), shape.head,
+            [True] * 8, [None] * 3, 0, rows=rows,
+        )  # fmt: skip
+
+    def after_back(hidden: Tensor, both: Tensor, rows: Tensor | None) -> list[Tensor | None]:
+        return layer.after_backward(
+            of_after, given.attended, hidden, both, given.out,
+            (given.second, 1e-5, shape.offset), given.gate, given.up, given.down, shape.tanh,
+            [True] * 8, [None] * 4, 0, rows=rows,
+        )  # fmt: skip
+
+    pairs = [
+        (before_back(x, chosen), before_back(x[chosen], None)),
+        (after_back(hidden, both, chosen), after_back(hidden[chosen], both[chosen], None)),
+    ]
+    for got, expected in pairs:
+        for one, other in zip(got, expected, strict=True):
+            assert one is not None
+            assert other is not None
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (torch.tensor([0, 3]), "must be in .0, 3.; got 3"),
+        (torch.tensor([0.0, 1.0]), "must be .count,. int64"),
+        (torch.tensor([0]), "hidden must be .2, .*1 chosen rows"),
+    ],
+)
+def test_rows_that_are_not_there_are_refused(rows: Tensor, message: str) -> None:
+    shape = SHAPES["small"]
+    given = inputs_of(shape, rows=2, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match=message):
+        layer.after_backward(
+            given.residual, given.attended, torch.zeros(3, shape.width),
+            torch.zeros(3, 2 * shape.inner), given.out, (given.second, 1e-5, shape.offset),
+            given.gate, given.up, given.down, shape.tanh, [True] * 8, [None] * 4, 0, rows=rows,
+        )  # fmt: skip
+
+
 def test_adapters_of_another_shape_are_refused() -> None:
     shape = SHAPES["grouped"]
     given = inputs_of(shape, 5, torch.float32)

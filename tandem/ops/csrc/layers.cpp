@@ -182,29 +182,32 @@ void add_gradients(std::vector<Gradient>& gradients, const std::vector<Tensor>& 
 // ---- the norm ----
 
 struct Norm {
+  static constexpr int64_t kAhead = 4;  // rows that are fetched before they are read
   Tensor weight;  // contiguous, of x's type
   float eps;
   bool offset;
 
   template <class T>
-  void rows(const T* x, int64_t stride, int64_t count, int64_t D, T* y) const {
+  void rows(const Reading<T>& x, int64_t count, int64_t D, T* y) const {
     const T* const w = weight.const_data_ptr<T>();
     for_rows(count, D, [&](int64_t from, int64_t to) {
-      for (int64_t i = from; i < to; ++i)
-        offset ? rms_row<true>(x + i * stride, w, y + i * D, D, eps)
-               : rms_row<false>(x + i * stride, w, y + i * D, D, eps);
+      for (int64_t i = from; i < to; ++i) {
+        if (i + kAhead < to) x.fetch(i + kAhead, D);
+        offset ? rms_row<true>(x.row(i), w, y + i * D, D, eps)
+               : rms_row<false>(x.row(i), w, y + i * D, D, eps);
+      }
     });
   }
 
   // to = also + the norm's gradient by `given`; sums of the weight's gradient, a row of D for every
   // kRun rows, if wanted.
   template <class T>
-  void rows_back(const T* given, const T* x, int64_t stride, const T* also, int64_t count,
-                 int64_t D, T* to, float* sums) const {
+  void rows_back(const T* given, const Reading<T>& x, const T* also, int64_t count, int64_t D,
+                 T* to, float* sums) const {
     const T* const w = weight.const_data_ptr<T>();
     parallel_for(0, (count + kRun - 1) / kRun, 1, [&](int64_t from, int64_t last) {
       for (int64_t i = from * kRun; i < std::min(count, last * kRun); ++i) {
-        const T* const row = x + i * stride;
+        const T* const row = x.row(i);
         const float scale = inverse_rms(row, D, eps);
         float* const sum = sums ? sums + i / kRun * D : nullptr;
         T* const out = to ? to + i * D : nullptr;
@@ -306,7 +309,7 @@ void before_forward(const Tensor& x, const Before& in, const Tensor& q, const Te
   blocks.run(
       [&](int64_t m, int64_t count, int64_t slot) {
         T *const y = normed.row(slot * blocks.rows), *const j = made.row(slot * blocks.rows);
-        in.norm.rows(rows.data<T>() + m * rows.stride, rows.stride, count, rows.width, y);
+        in.norm.rows(rows.reading<T>().from(m), count, rows.width, y);
         weights.forward(y, rows.width, count, j, made.width, epilogue);
         if (adapters.act) {
           adapters.descend(y, rows.width, count, slot * blocks.rows);
@@ -323,11 +326,11 @@ void before_forward(const Tensor& x, const Before& in, const Tensor& q, const Te
 // Gradients of queries, keys, values (undefined: 0) and of x by other ways, to those of x, the
 // norm's weight, the weights (`gradients`), their adapters and the biases.
 template <class T>
-void before_backward(const Tensor (&given)[3], const Tensor& also, const Tensor& x,
+void before_backward(const Tensor (&given)[3], const Tensor& also, const RowsOf& rows,
                      const Before& in, std::vector<Gradient>& gradients,
                      std::vector<Gradient>& of_adapters, const Tensor& of_x, const Tensor& of_norm,
                      const Tensor& of_bias) {
-  const RowsOf rows(x);
+  const Tensor& x = rows.held;
   Weights<T> weights(in.weights);
   const Blocks blocks(rows.count, weights.ready_floats_back());
   const bool reaches_norm = of_x.defined() || of_norm.defined();
@@ -348,16 +351,16 @@ void before_backward(const Tensor (&given)[3], const Tensor& also, const Tensor&
       for (int64_t i = from; i < to; ++i) in.rotation.back(q, k, v, m + i, j + i * joined.width);
     });
     if (of_bias.defined()) add_columns(j, count, joined.width, at_run(of_bias, m));
-    const T* const from = rows.data<T>() + m * rows.stride;
+    const Reading<T> from = rows.reading<T>().from(m);
     const int64_t place = slot * blocks.rows;
-    if (any) in.norm.rows(from, rows.stride, count, D, normed.row(place));
+    if (any) in.norm.rows(from, count, D, normed.row(place));
     if (adapters.train) adapters.descend(normed.row(place), D, count, place);
     if (adapters.act) adapters.descend_back(j, joined.width, count, place);
     if (!reaches_norm) return;
     T* const g = of_normed.row(place);
     weights.back(j, joined.width, count, g);
     if (adapters.act) adapters.back(count, place, g);
-    in.norm.rows_back(g, from, rows.stride, more ? more + m * D : nullptr, count, D,
+    in.norm.rows_back(g, from, more ? more + m * D : nullptr, count, D,
                       to_x ? to_x + m * D : nullptr, at_run(of_norm, m));
   };
   blocks.run(each, [&](int64_t, int64_t count) {
@@ -405,8 +408,9 @@ void add_projected(const Weights<T>& weight, const Adapters<T>& adapters, const 
 
 // What the backward pass reads, where it is kept (else undefined).
 struct Kept {
-  Tensor hidden;  // (M, D), between attention and MLP
-  Tensor both;    // (M, 2 I), gate and up side by side; or computed again
+  Tensor hidden;         // (M, D), between attention and MLP
+  Tensor both;           // (M, 2 I), gate and up side by side; or computed again
+  OptionalTensor rows;  // (M,) int64: which of theirs are read, if they hold more
 };
 
 // hidden = residual + out(attended); y = hidden + down(act(gate) * up) of its norm.
@@ -443,7 +447,7 @@ void after_forward(const Tensor& attended, const Tensor& residual, const After& 
                 *const before = rows.data<T>() + m * rows.stride;
         add_projected(out, with_out, x, from.stride, count, place, hidden, D, bias, before,
                       rows.stride);
-        after.norm.rows(hidden, D, count, D, n);
+        after.norm.rows(Reading<T>{hidden, D}, count, D, n);
         in.forward(n, D, count, both, 2 * I, {});
         if (with_in.act) {
           with_in.descend(n, D, count, place);
@@ -495,15 +499,19 @@ void after_backward(const Tensor& given, const Tensor& attended, const After& af
   }
   const Buffer<T> normed(given, held, D), of_normed(given, held, D), active(given, held, I),
       joined(given, held, 2 * I), boths(given, recomputes ? held : 0, 2 * I);
-  const T *const g = given.const_data_ptr<T>(), *const hiddens = kept.hidden.const_data_ptr<T>(),
-                 *const all_both = recomputes ? nullptr : kept.both.const_data_ptr<T>();
+  const T* const g = given.const_data_ptr<T>();
+  const RowsOf hiddens(kept.hidden, kept.rows);
+  const std::optional<RowsOf> inner =
+      recomputes ? std::nullopt : std::optional(RowsOf(kept.both, kept.rows));
   T* const of_hidden = reaches_out ? of.hidden.mutable_data_ptr<T>() : nullptr;
   T* const of_attended = of.attended.defined() ? of.attended.mutable_data_ptr<T>() : nullptr;
   const auto each = [&](int64_t m, int64_t count, int64_t slot) {
     const int64_t place = slot * blocks.rows;
     T *const a = active.row(place), *const j = joined.row(place), *const y = normed.row(place);
-    const T* const both = all_both ? all_both + m * 2 * I : boths.row(place);
-    if (any_in || recomputes) after.norm.rows(hiddens + m * D, D, count, D, y);
+    const Reading<T> hidden = hiddens.reading<T>().from(m);
+    const Reading<T> both =
+        inner ? inner->template reading<T>().from(m) : Reading<T>{boths.row(place), 2 * I};
+    if (any_in || recomputes) after.norm.rows(hidden, count, D, y);
     if (with_in.act && (with_in.train || recomputes)) with_in.descend(y, D, count, place);
     if (recomputes) {
       again.forward(y, D, count, boths.row(place), 2 * I, {});
@@ -516,7 +524,8 @@ void after_backward(const Tensor& given, const Tensor& attended, const After& af
     }
     for_rows(count, 8 * I, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
-        const T *const gate = both + 2 * i * I, *const up = gate + I;
+        if (i + 1 < last) both.fetch(i + 1, 2 * I);
+        const T *const gate = both.row(i), *const up = gate + I;
         T* const row = j + 2 * i * I;
         if (reaches_in) gated_row_backward<Act>(a + i * I, gate, up, row, row + I, I, a + i * I);
         else gated_row<Act>(gate, up, a + i * I, I);
@@ -528,7 +537,7 @@ void after_backward(const Tensor& given, const Tensor& attended, const After& af
     T *const n = of_normed.row(place), *const h = of_hidden ? of_hidden + m * D : nullptr;
     in.back(j, 2 * I, count, n);
     if (with_in.act) with_in.back(count, place, n);
-    after.norm.rows_back(static_cast<const T*>(n), hiddens + m * D, D, g + m * D, count, D, h,
+    after.norm.rows_back(static_cast<const T*>(n), hidden, g + m * D, count, D, h,
                          at_run(of.norm, m));
     if (with_out.act && h) {
       const T* const x = from.data<T>() + m * from.stride;
@@ -686,7 +695,8 @@ void check_no_adapters(int64_t bits, const OptionalTensors& adapters, const char
 
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-Before before_of(const Tensor& x, const Tensor& norm, double eps, bool offset,
+// What is to be done to M rows of x's width and type.
+Before before_of(const Tensor& x, int64_t M, const Tensor& norm, double eps, bool offset,
                  const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
                  const Tensor& cos, const Tensor& sin, int64_t D) {
   check_weights("before_attention", x, norm, weights);
@@ -696,7 +706,6 @@ Before before_of(const Tensor& x, const Tensor& norm, double eps, bool offset,
       "before_attention must be given three weights of whole heads, as many for keys as for "
       "values, of ",
       D, " columns each.");
-  const int64_t M = x.numel() / std::max<int64_t>(1, x.size(-1));
   TORCH_CHECK(cos.dim() == 2 && cos.sizes() == sin.sizes() && cos.size(0) == M &&
                   cos.size(1) <= D && cos.size(1) % 2 == 0 &&
                   cos.scalar_type() == x.scalar_type() && sin.scalar_type() == x.scalar_type(),
@@ -727,8 +736,10 @@ std::vector<Tensor> some(const OptionalTensors& given) {
   return all;
 }
 
+int64_t num_rows(const Tensor& x) { return x.numel() / std::max<int64_t>(1, x.size(-1)); }
+
 FourTensors made_before(const Tensor& x, const Before& in) {
-  const int64_t M = x.numel() / std::max<int64_t>(1, x.size(-1)), D = in.rotation.D;
+  const int64_t M = num_rows(x), D = in.rotation.D;
   Tensor q = at::empty({M, in.rotation.Hq, D}, x.options());
   Tensor k = at::empty({M, in.rotation.Hkv, D}, x.options()), v = at::empty_like(k);
   for_dtype(x.scalar_type(), "before_attention' x", [&](auto tag) {
@@ -741,28 +752,30 @@ FourTensors before_attention(const Tensor& x, const Tensor& norm, double eps, bo
                              const std::vector<Tensor>& weights,
                              const OptionalTensors& biases, const Tensor& cos, const Tensor& sin,
                              int64_t D, const OptionalTensors& adapters, Scales scales) {
-  Before before = before_of(x, norm, eps, offset, weights, some(biases), cos, sin, D);
+  Before before = before_of(x, num_rows(x), norm, eps, offset, weights, some(biases), cos, sin, D);
   before.adapters = adapters_of("before_attention", adapters, scales, weights);
   return made_before(x, before);
 }
 
-// Gradients of x, the norm's weight, the weights and the biases, as `bits` wants them in this
-// order, and of the adapters; a weight's is undefined where it is kept elsewhere.
+// Gradients of the rows of x that were read (M, D), the norm's weight, the weights and the biases, as
+// `bits` wants them in this order, and of the adapters; a weight's is undefined where it is kept
+// elsewhere.
 std::vector<Tensor> before_gradients(const std::vector<Tensor>& grads, const Tensor& of_residual,
-                                     const Tensor& x, const Before& before, int64_t bits,
+                                     const RowsOf& from, const Before& before, int64_t bits,
                                      std::vector<Gradient> gradients,
                                      std::vector<Gradient> of_adapters) {
   const auto whole = [](const Tensor& t) { return t.defined() ? t.contiguous() : t; };
   const Tensor given[3] = {whole(grads[0]), whole(grads[1]), whole(grads[2])};
-  const int64_t D = x.size(-1), M = x.numel() / D;
+  const Tensor& x = from.held;
+  const int64_t M = from.count;
   std::vector<Tensor> result(8);
-  if (wants(bits, 0)) result[0] = at::empty(x.sizes(), x.options());
-  const Tensor of_norm = run_sums(wants(bits, 1), M, D, x);
+  if (wants(bits, 0)) result[0] = at::empty({M, from.width}, x.options());
+  const Tensor of_norm = run_sums(wants(bits, 1), M, from.width, x);
   const bool of_biases = wants(bits, 5) || wants(bits, 6) || wants(bits, 7);
   const Tensor of_bias = run_sums(of_biases, M, before.rotation.J, x);
   for_dtype(x.scalar_type(), "before_attention's x", [&](auto tag) {
-    before_backward<decltype(tag)>(given, whole(of_residual), x, before, gradients, of_adapters,
-                                   result[0], of_norm, of_bias);
+    before_backward<decltype(tag)>(given, whole(of_residual), from, before, gradients,
+                                   of_adapters, result[0], of_norm, of_bias);
   });
   result[1] = total(of_norm, x.scalar_type());
   for (size_t i = 0; i < 3; ++i) result[2 + i] = gradients[i].finish();
@@ -779,23 +792,27 @@ std::vector<Tensor> before_gradients(const std::vector<Tensor>& grads, const Ten
 }
 
 // The same where a weight's optimizer keeps its gradients' sum (`totals`, float32): it is added to,
-// or written over if it is new.
+// or written over if it is new. `rows`: those of x, if it holds more.
 std::vector<Tensor> before_attention_backward(
     const OptionalTensor& of_q, const OptionalTensor& of_k, const OptionalTensor& of_v,
     const OptionalTensor& of_residual, const Tensor& x, const Tensor& norm, double eps, bool offset,
     const std::vector<Tensor>& weights, const Tensor& cos, const Tensor& sin, int64_t D,
     const OptionalTensors& adapters, Scales scales, int64_t bits, const OptionalTensors& totals,
-    int64_t are_new) {
+    int64_t are_new, const OptionalTensor& rows) {
   const auto or_none = [](const OptionalTensor& t) { return t ? *t : Tensor(); };
-  Before before = before_of(x, norm, eps, offset, weights, {}, cos, sin, D);
+  const RowsOf from(x, rows);
+  Before before = before_of(x, from.count, norm, eps, offset, weights, {}, cos, sin, D);
   before.adapters = adapters_of("before_attention", adapters, scales, weights);
   std::vector<Gradient> of_adapters;
   if (!adapters.empty())
     of_adapters =
         gradients_into(totals, are_new, weights.size(), tensors_of(before.adapters), bits, 8);
-  return before_gradients({or_none(of_q), or_none(of_k), or_none(of_v)}, or_none(of_residual), x,
-                          before, bits, gradients_into(totals, are_new, 0, weights, bits, 2),
-                          std::move(of_adapters));
+  auto made = before_gradients({or_none(of_q), or_none(of_k), or_none(of_v)},
+                               or_none(of_residual), from, before, bits,
+                               gradients_into(totals, are_new, 0, weights, bits, 2),
+                               std::move(of_adapters));
+  if (made[0].defined() && !rows) made[0] = made[0].view(x.sizes());
+  return made;
 }
 
 struct BeforeAttention : Function<BeforeAttention> {
@@ -808,7 +825,7 @@ struct BeforeAttention : Function<BeforeAttention> {
     const std::vector<Tensor> weights{of_q, of_k, of_v};
     std::vector<Tensor> biases;
     if (bias_q) biases = {*bias_q, *bias_k, *bias_v};
-    const Before in = before_of(x, norm, eps, offset, weights, biases, cos, sin, D);
+    const Before in = before_of(x, num_rows(x), norm, eps, offset, weights, biases, cos, sin, D);
     ctx->saved_data["eps"] = eps;
     ctx->saved_data["offset"] = offset;
     ctx->saved_data["D"] = D;
@@ -830,13 +847,14 @@ struct BeforeAttention : Function<BeforeAttention> {
       result[0] = grads[3];
       return result;
     }
-    const Before before = before_of(saved[0], saved[1], ctx->saved_data["eps"].toDouble(),
+    const Tensor& x = saved[0];
+    const Before before = before_of(x, num_rows(x), saved[1], ctx->saved_data["eps"].toDouble(),
                                     ctx->saved_data["offset"].toBool(), weights, {}, saved[5],
                                     saved[6], ctx->saved_data["D"].toInt());
     const auto made =
-        before_gradients({grads[0], grads[1], grads[2]}, grads[3], saved[0], before, bits,
+        before_gradients({grads[0], grads[1], grads[2]}, grads[3], RowsOf(x), before, bits,
                          gradients_of(ctx, weights, bits, 2), {});
-    result[0] = made[0];
+    if (made[0].defined()) result[0] = made[0].view(x.sizes());
     result[1] = made[1];
     for (size_t i = 2; i < made.size(); ++i) result[2 + i] = made[i];
     return result;
@@ -969,7 +987,18 @@ std::vector<Tensor> after_gradients(const Tensor& given, const Tensor& attended,
   return result;
 }
 
-// The same into sums, as `before_attention_backward`.
+// Of (M, D) gradients and what was kept for them.
+void check_kept(const char* what, const Tensor& kept, int64_t width, const Tensor& given,
+                const OptionalTensor& rows) {
+  TORCH_CHECK(kept.dim() && kept.size(-1) == width && kept.scalar_type() == given.scalar_type() &&
+                  (rows ? rows->numel() : num_rows(kept)) == num_rows(given),
+              "after_attention_backward's ", what, " must be (", num_rows(given), ", ", width, ") ",
+              given.scalar_type(), ", or hold as many chosen rows; got ", kept.sizes(), " ",
+              kept.scalar_type(), rows ? " and " : "", rows ? std::to_string(rows->numel()) : "",
+              rows ? " chosen rows." : ".");
+}
+
+// The same into sums, as `before_attention_backward`; `rows` are those of hidden and both.
 std::vector<Tensor> after_attention_backward(const Tensor& given, const Tensor& attended,
                                              const Tensor& hidden, const OptionalTensor& both,
                                              const Tensor& out, const Tensor& norm, double eps,
@@ -977,16 +1006,18 @@ std::vector<Tensor> after_attention_backward(const Tensor& given, const Tensor& 
                                              const Tensor& down, bool tanh,
                                              const OptionalTensors& adapters, Scales scales,
                                              int64_t bits, const OptionalTensors& totals,
-                                             int64_t are_new) {
+                                             int64_t are_new, const OptionalTensor& rows) {
   const std::vector<Tensor> weights{out, gate, up, down};
   After after =
-      after_of(attended, hidden, out, std::nullopt, norm, eps, offset, gate, up, down, tanh);
+      after_of(attended, given, out, std::nullopt, norm, eps, offset, gate, up, down, tanh);
+  check_kept("hidden", hidden, given.size(-1), given, rows);
+  if (both) check_kept("both", *both, 2 * gate.size(0), given, rows);
   after.adapters = adapters_of("after_attention", adapters, scales, weights);
   std::vector<Gradient> of_adapters;
   if (!adapters.empty())
     of_adapters =
         gradients_into(totals, are_new, weights.size(), tensors_of(after.adapters), bits, 8);
-  return after_gradients(given, attended, after, {hidden, both ? *both : Tensor()}, bits,
+  return after_gradients(given, attended, after, {hidden, both ? *both : Tensor(), rows}, bits,
                          gradients_into(totals, are_new, 0, weights, bits, 4),
                          std::move(of_adapters));
 }
@@ -1058,7 +1089,7 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
       "before_attention_backward(Tensor? q, Tensor? k, Tensor? v, Tensor? residual, Tensor x,"
       " Tensor norm, float eps, bool unit_offset, Tensor[] weights, Tensor cos, Tensor sin,"
       " int width, Tensor?[] adapters, float[] scales, int wanted, Tensor(a!)?[] totals,"
-      " int are_new) -> Tensor[]");
+      " int are_new, Tensor? rows) -> Tensor[]");
   m.def(
       "after_attention(Tensor attended, Tensor residual, Tensor out, Tensor? bias, Tensor norm,"
       " float eps, bool unit_offset, Tensor gate, Tensor up, Tensor down, bool tanh,"
@@ -1072,7 +1103,7 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
       "after_attention_backward(Tensor given, Tensor attended, Tensor hidden, Tensor? both,"
       " Tensor out, Tensor norm, float eps, bool unit_offset, Tensor gate, Tensor up, Tensor down,"
       " bool tanh, Tensor?[] adapters, float[] scales, int wanted, Tensor(a!)?[] totals,"
-      " int are_new) -> Tensor[]");
+      " int are_new, Tensor? rows) -> Tensor[]");
 }
 
 TORCH_LIBRARY_IMPL(tandem, CPU, m) {

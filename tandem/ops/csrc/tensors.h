@@ -32,21 +32,59 @@ void for_dtype(at::ScalarType dtype, const char* what, Body body) {
   }
 }
 
-// A tensor as rows of `width` contiguous numbers; copied where its strides allow no such view.
+// Rows of numbers, `stride` apart; or those that `places` names, in its order.
+template <class T>
+struct Reading {
+  const T* first;
+  int64_t stride;
+  const int64_t* places = nullptr;
+
+  const T* row(int64_t i) const { return first + (places ? places[i] : i) * stride; }
+  // Of rows that lie apart the processor does not foresee the next: ask for `width` numbers of it.
+  void fetch(int64_t i, int64_t width) const {
+    if (!places) return;
+    const T* const numbers = row(i);
+    for (int64_t d = 0; d < width; d += 64 / static_cast<int64_t>(sizeof(T)))
+      __builtin_prefetch(numbers + d, 0, 2);
+  }
+  // The same from row m on.
+  Reading from(int64_t m) const {
+    return places ? Reading{first, stride, places + m} : Reading{first + m * stride, stride};
+  }
+};
+
+// A tensor as rows of `width` contiguous numbers, copied where its strides allow no such view; or
+// those of its rows that `chosen` (count,) int64 names.
 struct RowsOf {
-  at::Tensor held;
+  at::Tensor held, places;
   int64_t count, width, stride;
 
-  explicit RowsOf(const at::Tensor& x) : held(x.dim() == 2 ? x : x.reshape({-1, x.size(-1)})) {
+  explicit RowsOf(const at::Tensor& x, const OptionalTensor& chosen = {})
+      : held(x.dim() == 2 ? x : x.reshape({-1, x.size(-1)})) {
     if (held.stride(1) != 1 && held.size(1) != 1) held = held.contiguous();
     count = held.size(0);
     width = held.size(1);
     stride = held.stride(0);
+    if (!chosen) return;
+    TORCH_CHECK(chosen->dim() == 1 && chosen->scalar_type() == at::kLong && chosen->is_cpu(),
+                "chosen rows must be (count,) int64; got ", chosen->sizes(), " ",
+                chosen->scalar_type(), ".");
+    places = chosen->contiguous();
+    const int64_t* const at = places.const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < places.numel(); ++i)
+      TORCH_CHECK(at[i] >= 0 && at[i] < count, "a chosen row must be in [0, ", count, "); got ",
+                  at[i], ".");
+    count = places.numel();
   }
 
   template <class T>
   T* data() const {
     return const_cast<T*>(held.const_data_ptr<T>());
+  }
+  template <class T>
+  Reading<T> reading() const {
+    return {held.const_data_ptr<T>(), stride,
+            places.defined() ? places.const_data_ptr<int64_t>() : nullptr};
   }
 };
 
