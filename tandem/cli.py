@@ -10,19 +10,20 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tandem.config import stages
 from tandem.config.flags import help_page, parse_run_flags
-from tandem.config.load import check_ranges, show_note
+from tandem.config.load import show_note
 from tandem.config.pages import Parser, command_lines
 from tandem.config.schema import RunConfig
 from tandem.config.spellings import listed
-from tandem.config.stages import DEFAULT, stage_names
+from tandem.config.stages import stage_names
 from tandem.errors import ConfigError, Stopped, TandemError
 from tandem.garbage import collected_seldom
 from tandem.launch.failure import complain, is_launched, leaving_at_signals
@@ -30,11 +31,15 @@ from tandem.launch.flags import launch_help, take_launch_flags
 from tandem.plan.layout_flags import layout_help, take_layout_flags
 from tandem.text import ignore_line
 
+if TYPE_CHECKING:
+    from tandem.parallel.world import World
+
 _TRAIN = "All stages from a pretrained model to an assistant: SFT, reward model, PPO."
 _SUMMARIES = {
     "chat": "Talk to a run's model, or to any model folder.",
     "serve": "Serve a run's models: OpenAI's API, and a page to look, compare and vote.",
     "eval": "Compare a run's models on held-out rows: perplexity, reward, answers side by side.",
+    "sample": "A model's scored answers in a file: all, best of n for SFT, or pairs for DPO.",
     "report": "Rewrite a run's one-page HTML report.",
     "vote": "Decide between answers that a run with the reward tandem:votes asks about.",
     "push": "Upload a model's folder to the Hugging Face hub, private by default.",
@@ -46,6 +51,7 @@ _SUMMARIES = {
     "doctor": "This machine: processor, C++ operations, speed, GPUs, what is missing.",
 }
 _HOMES = {
+    "data": "tandem.data.check_command:data_command",
     "chat": "tandem.serve.chat_command:chat_command",
     "serve": "tandem.serve.command:serve_command",
     "vote": "tandem.serve.vote_command:vote_command",
@@ -75,7 +81,8 @@ def _reported(args: list[str]) -> int:
             traceback.print_exc()
         return complain(str(error), 2, error)
     except Stopped as stopped:
-        line = f"{stopped}. The same command continues; finished stages are kept."
+        kept = "" if args[0] == "sample" else "; finished stages are kept"
+        line = f"{stopped}. The same command continues{kept}."
         return complain(line, stopped.exit_code, stopped)
     except BrokenPipeError:
         # The reader (a pager, `head`) has closed the pipe.
@@ -121,8 +128,8 @@ def _run(args: list[str], debug: bool) -> int:
         return _train(command, rest, debug)
     commands: dict[str, Callable[[list[str]], int]] = {
         "eval": _eval,
+        "sample": partial(_sample, debug),
         "report": _report,
-        "data": _data,
         "demo": _demo,
         "replay": _replay,
         "push": _push,
@@ -203,11 +210,21 @@ def _loading(command: str) -> AbstractContextManager[None]:
 
 def _run_stages(command: str, args: list[str], config: RunConfig) -> int:
     with _loading(command):
-        from tandem.devices import resolve_device
-        from tandem.parallel.watchdog import watching
-        from tandem.parallel.world import join, leave
         from tandem.training.run_stages import train
-        from tandem.training.signals import outlive_readers
+
+    with _among_ranks(config) as world:
+        run = train(config, command=shlex.join(["tandem", command, *args]), world=world)
+    run.print_line(_next_command(run.path))
+    return 0
+
+
+@contextmanager
+def _among_ranks(config: RunConfig) -> Iterator[World]:
+    """Within: this process is one of the ranks that the launcher's environment names."""
+    from tandem.devices import resolve_device
+    from tandem.parallel.watchdog import watching
+    from tandem.parallel.world import join, leave
+    from tandem.training.signals import outlive_readers
 
     outlive_readers()
     world = join(
@@ -216,9 +233,31 @@ def _run_stages(command: str, args: list[str], config: RunConfig) -> int:
         timeout_minutes=config.parallel.timeout_minutes,
     )
     with watching(world.rank, world.size):
-        run = train(config, command=shlex.join(["tandem", command, *args]), world=world)
-    run.print_line(_next_command(run.path))
+        yield world
     leave()
+
+
+def _sample(debug: bool, args: list[str]) -> int:
+    from tandem.training.sample_flags import parse_sample_flags
+
+    options, flags, wrong = take_launch_flags(args)
+    settings = parse_sample_flags(flags, wrong)
+    config = settings.config
+    if options.is_needed and not is_launched():
+        from tandem.launch.run import launch
+
+        return launch(
+            ["-m", "tandem", "sample", *args, *(["--debug"] if debug else [])],
+            options,
+            log_folder=f"{settings.output}.logs",
+            device=config.device,
+            patience_seconds=60 * config.parallel.timeout_minutes,
+        )
+    with leaving_at_signals():
+        with _loading("sample"):
+            from tandem.training.sample import sample
+        with _among_ranks(config) as world:
+            sample(settings, world)
     return 0
 
 
@@ -289,75 +328,6 @@ def _report(args: list[str]) -> int:
 
     print(write_report(options.run))
     return 0
-
-
-def _data(args: list[str]) -> int:
-    if args[:1] not in (["check"], ["--help"], ["-h"], []):
-        raise ConfigError(f"tandem data has one command, check; got {args[0]!r}.")
-    options = _data_parser().parse_args(args[1:] if args[:1] == ["check"] else ["--help"])
-    from tandem.config.dataset import DataConfig
-    from tandem.data.check import check
-
-    try:
-        shares = ",".join(options.data_split)
-        split = tuple(float(share) for share in shares.split(",") if shares)
-    except ValueError:
-        raise ConfigError(f"--data-split must be numbers like 2,4,4; got {shares!r}.") from None
-    config = DataConfig(
-        split=split,
-        heldout=options.heldout,
-        columns=tuple(options.columns),
-        on_bad_row="drop",
-        system_prompt=options.system_prompt,
-        max_tokens=options.max_tokens,
-        max_prompt_tokens=options.max_prompt_tokens,
-    )
-    check_ranges(config, "dataset.")
-    if unknown := sorted({*options.stages} - {*stage_names()}):
-        raise ConfigError(f"--stages must be of {', '.join(stage_names())}; got {unknown[0]!r}.")
-    if options.rows < 0 or options.seed < 0:
-        raise ConfigError(f"--rows and --seed must be >= 0; got {options.rows}, {options.seed}.")
-    return check(
-        config,
-        options.data,
-        options.sft_data,
-        options.eval_data,
-        seed=options.seed,
-        stages=options.stages,
-        tokenizer_path=options.tokenizer,
-        rows=options.rows,
-    )
-
-
-def _data_parser() -> Parser:
-    parser = Parser(
-        "data check",
-        "DATA ... [flags]",
-        "What a run would train on: the rows of each data set, used or dropped and why. The exit "
-        "code is 1 if a row is bad.",
-        "tandem data check prefs.jsonl chats.csv:2 --tokenizer MODEL",
-    )
-    columns = "Column map for files of other shapes, as role=column."
-    split = "Shares of the prompts for SFT, reward model and PPO."
-    tokenizer = "A model's folder or hub name: count tokens, show rows as tokens, apply the limits."
-    parser.section("data")
-    parser.flag("DATA ...", "Data sets as FILE_OR_NAME[:weight].", nargs="+")
-    parser.flag("--sft-data DATA ...", "Data sets for SFT only.", [], shown="none")
-    parser.flag("--eval-data DATA ...", "Data sets to evaluate on only.", [], shown="none")
-    parser.flag("--columns A=B ...", columns, [], shown="none")
-    parser.flag("--system-prompt TEXT", "For conversations without a system turn.", shown="none")
-    parser.section("split")
-    parser.flag("--stages NAME ...", "Stages of the run.", list(DEFAULT))
-    parser.flag("--data-split X ...", split, [], shown="2,4,4 among the run's stages")
-    parser.flag("--heldout X", "Held-out share of the prompts.", 0.05)
-    parser.flag("--seed N", "Seed of the split.", 1234)
-    parser.section("examples")
-    parser.flag("--rows N", "Rows to show of each data set.", 3)
-    parser.section("tokens")
-    parser.flag("--tokenizer PATH", tokenizer, shown="none")
-    parser.flag("--max-tokens N", "The run's limit of a sequence.", 512)
-    parser.flag("--max-prompt-tokens N", "The run's limit of a prompt.", 256)
-    return parser
 
 
 def _run_parser(command: str, flags: str = "", example: str = "") -> Parser:

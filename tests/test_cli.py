@@ -39,6 +39,10 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str], args: tuple[str, .
         ("sweep", ("--sweep-stages N ...", "[0 1 2 3]", "--no-sweep-offload")),
         ("demo", ("--output-dir DIR", "[runs/demo]")),
         ("vote", ("--who NAME", "[the user's name]", "--once")),
+        (
+            "sample",
+            ("--output FILE", "[the run's, else 128]", "--write WHAT", "--top-k (1: greedy)"),
+        ),
         ("plan", ("what:", "--hardware NAME", "[this machine]", "8xA100-80G")),
     ],
 )

@@ -5,17 +5,16 @@ The knobs are read off the schema, so there is no second list of them to maintai
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
 import re
 import textwrap
 import typing
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from tandem.config.knob_facts import knob_docs, knob_types
 from tandem.config.load import (
     build,
     check_config,
@@ -23,10 +22,8 @@ from tandem.config.load import (
     plain_values,
     range_problems,
     read_named,
-    resolved_types,
     set_knob,
     show_note,
-    type_hints,
     without_presets,
 )
 from tandem.config.nearest import SHORT_NAMES, advice
@@ -45,12 +42,27 @@ from tandem.config.stages import (
 from tandem.errors import ConfigError
 
 
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A command that trains nothing and reads some knobs of a run.
+
+    stage: the one whose section it reads. reads: whether it reads a knob, by its dotted name.
+    shorts: its own short flags, by knob. start: what flags are applied to, instead of --config.
+    """
+
+    stage: str
+    reads: Callable[[str], bool]
+    shorts: Mapping[str, str]
+    start: RunConfig
+
+
 def parse_run_flags(
     argv: Sequence[str],
     command: str,
     *,
     wrong: Sequence[str] = (),
     note: Callable[[str], None] = show_note,
+    reader: Reader | None = None,
 ) -> RunConfig:
     """The configuration from flags, over `--config FILE`, over the defaults.
 
@@ -58,15 +70,18 @@ def parse_run_flags(
         command: `train`, or the name of a single stage, which then is the run's only one.
         wrong: problems with the rest of the command line, to be reported together with these.
         note: gets one line on names that were read as others (earlier ones, other trainers').
+        reader: what the command reads, if it is neither.
     Raises:
         ConfigError: all unknown flags (with the nearest ones), wrong types and ranges in flags and
             file at once; if there are none, what is wrong between knobs.
     """
     hints = knob_types()
-    line = _CommandLine(command, argv)
-    section = "" if command == "train" else stage_of(command).section
+    line = _CommandLine(command, argv, reader=reader)
+    stages = [command if reader is None else reader.stage]
+    section = "" if command == "train" else stage_of(stages[0]).section
     config, values, notes, in_file = read_named(line.given.get("config"), section)
-    stages = [command]
+    if reader is not None:
+        config, values = reader.start, plain_values(reader.start)
     if command == "train":
         stages = _read(line.given.get("stages", config.stages), hints["stages"])
         if (section := rl_stage(stages).section) != rl_stage(DEFAULT).section:
@@ -75,15 +90,18 @@ def parse_run_flags(
         note("; ".join(notes))
     given = {name: value for name, value in line.given.items() if name != "config"}
     problems = [*wrong, *line.problems, *_without_a_reader(line.undotted, stages), *in_file]
+    if reader is not None:
+        unread = [name for name in line.given if not reader.reads(name)]
+        problems += [f"{_flag(name)} is not read by tandem {command}. Remove it" for name in unread]
     values = without_presets(plain_values(config), values)
     for name, value in given.items():
         set_knob(values, name, _read(value, hints[name]))
     if command != "train":
-        if "stages" in given:
+        if "stages" in given and reader is None:
             problems.append(
                 f"--stages must go with tandem train; tandem {command} runs {command} alone"
             )
-        values["stages"] = [command]
+        values["stages"] = stages
     config, mistakes = build(values)
     problems += mistakes
     if problems:
@@ -163,27 +181,6 @@ def _is_common(name: str, knob: dataclasses.Field[Any], command: str) -> bool:
     return stage.reads(name) and not stage.commons.isdisjoint(common)
 
 
-def knob_types() -> dict[str, Any]:
-    """Every knob's type by dotted name."""
-    return _knob_types(stage_names())
-
-
-@cache
-def _knob_types(stages: tuple[str, ...]) -> dict[str, Any]:
-    """The same for a table of `stages`, which one knob's type lists."""
-    return {
-        name: type_hints(_class_of(name))[name.rpartition(".")[2]] for name, _ in config_knobs()
-    }
-
-
-@cache
-def knob_docs() -> dict[str, str]:
-    """Every knob's sentence by dotted name: the string below it in the schema."""
-    return {
-        name: _class_docs(_class_of(name))[name.rpartition(".")[2]] for name, _ in config_knobs()
-    }
-
-
 def show_value(value: Any) -> str:
     """A value as one would write it on the command line."""
     if isinstance(value, tuple):
@@ -204,17 +201,22 @@ class _CommandLine:
 
     Args:
         rl: the section whose knobs short flags set; empty: the command's, or the default's.
+        reader: as for `parse_run_flags`.
     """
 
-    def __init__(self, command: str, argv: Sequence[str], rl: str = "") -> None:
+    def __init__(
+        self, command: str, argv: Sequence[str], rl: str = "", reader: Reader | None = None
+    ) -> None:
         self.given: dict[str, Any] = {}
         self.notes: list[str] = []
         self.problems: list[str] = []
         self.undotted: dict[str, str] = {}
         self._command = command
         self._rl = rl
-        self._section = "" if command == "train" else stage_of(command).section
-        self._shorts = short_flags(rl or self._section)
+        stage = command if reader is None else reader.stage
+        self._section = "" if stage == "train" else stage_of(stage).section
+        self._help = "--help-all" if reader is None else "--help"
+        self._shorts = short_flags(rl or self._section) | dict(reader.shorts if reader else {})
         self._flags = {"--config": "config"}
         for name in knob_types():
             self._flags |= {_flag(name): name, self._shorts.get(name, _flag(name)): name}
@@ -283,7 +285,7 @@ class _CommandLine:
         return f"{word!r} belongs to no flag. {hint}".rstrip(" .")
 
     def _unknown(self, flag: str) -> str:
-        hint = self._hint(flag) or f"See tandem {self._command} --help-all."
+        hint = self._hint(flag) or f"See tandem {self._command} {self._help}."
         return f"{flag} is not a flag of tandem {self._command}. {hint}"
 
     def _hint(self, flag: str) -> str:
@@ -299,33 +301,6 @@ class _CommandLine:
 def _is_value(word: str) -> bool:
     """Whether a word can be a flag's value: it is no flag, but may be a negative number."""
     return not word.startswith("-") or bool(re.fullmatch(r"-\.?\d.*|-", word))
-
-
-@cache
-def _class_of(dotted: str) -> type:
-    cls: type = RunConfig
-    for part in dotted.split(".")[:-1]:
-        cls = resolved_types(cls)[part]
-    return cls
-
-
-@cache
-def _class_docs(cls: type) -> Mapping[str, str]:
-    """Attribute docstrings of a dataclass, those of its bases included."""
-    docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if not dataclasses.is_dataclass(base):
-            continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for statement, following in zip(body.body, body.body[1:], strict=False):
-            match statement, following:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(text))),
-                ):
-                    docs[name] = " ".join(text.split())
-    return docs
 
 
 _SWITCH = dict.fromkeys(("on", "true", "yes", "1"), True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import textwrap
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from tandem.errors import ConfigError
@@ -80,6 +82,16 @@ class Parser(argparse.ArgumentParser):
         self._page += flag_lines(spec, about, shown or value)
         return self
 
+    def also(self, spec: str, about: str, shown: str) -> Parser:
+        """Show a flag that another parser reads."""
+        self._page += flag_lines(spec, about, shown)
+        return self
+
+    def text(self, lines: Iterable[str]) -> Parser:
+        """Show a paragraph."""
+        self._page += ["", *lines]
+        return self
+
     def format_help(self) -> str:
         """The page."""
         example = textwrap.wrap(
@@ -87,6 +99,17 @@ class Parser(argparse.ArgumentParser):
             break_long_words=False, break_on_hyphens=False,
         )  # fmt: skip
         return "\n".join([*self._page, "", *example, ""])
+
+    def refuse_typo(self, words: Iterable[str]) -> None:
+        """Say which of this parser's flags a wrong one is near, if it is.
+
+        Raises:
+            ConfigError: one is.
+        """
+        own = [flag for action in self._actions for flag in action.option_strings]
+        for word in (word.partition("=")[0] for word in words if word.startswith("--")):
+            if near := difflib.get_close_matches(word, own, n=1, cutoff=0.8):
+                raise ConfigError(f"{word} is not a flag of {self.prog}. Did you mean {near[0]}?")
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}. See {self.prog} --help.")

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Literal
 
-from tandem.config.flags import knob_docs, knob_types, show_value
+from tandem.config.flags import show_value
+from tandem.config.knob_facts import knob_docs, knob_types
 from tandem.config.load import bounds_text, config_knobs
 from tandem.config.nearest import SHORT_NAMES
 from tandem.config.spellings import ALIASES, CONVERSIONS, RENAMED, VERL, alias_knobs, ending

@@ -43,10 +43,17 @@ class StageConsole:
         num_steps: steps of the stage, 0 if unknown (no total, no ETA).
         start_step: steps already done.
         console: where to write; standard output by default.
+        label: what its lines begin with; the stage's name by default.
     """
 
     def __init__(
-        self, stage: str, num_steps: int, start_step: int, console: Console | None = None
+        self,
+        stage: str,
+        num_steps: int,
+        start_step: int,
+        console: Console | None = None,
+        *,
+        label: str = "",
     ) -> None:
         self._bar: NotebookBar | None = None
         if console is None and in_notebook():
@@ -54,9 +61,9 @@ class StageConsole:
             console = Console(
                 highlight=False, soft_wrap=True, force_jupyter=False, force_terminal=False
             )
-            self._bar = NotebookBar(stage, num_steps, start_step)
+            self._bar = NotebookBar(label or stage, num_steps, start_step)
         self._console = console or Console(highlight=False, soft_wrap=True)
-        self._stage = stage
+        self._stage = label or stage
         family = stage_of(stage).family
         self._heldout = _columns(family, heldout=True)
         self._possible = _columns(family, heldout=False) | dict([_speed(stage)])
@@ -75,7 +82,7 @@ class StageConsole:
                 console=self._console,
             )
             self._task = self._progress.add_task(
-                stage, total=num_steps or None, completed=start_step, eta=""
+                self._stage, total=num_steps or None, completed=start_step, eta=""
             )
             self._progress.start()
 

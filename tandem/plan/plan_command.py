@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import sys
@@ -131,7 +130,7 @@ def _asked(options: Any, rest: Sequence[str]) -> Asked:
     try:
         config = parse_run_flags(rest, "train", note=say)
     except ConfigError:
-        _refuse_typo(rest)
+        _parser().refuse_typo(rest)
         raise
     if options.no_data:
         config = replace(config, data=(), sft_data=(), eval_data=())
@@ -158,19 +157,6 @@ def _asked(options: Any, rest: Sequence[str]) -> Asked:
         )
     ranks = options.num_gpus or (1 if hardware.on_cpu else hardware.count)
     return asked_of(config, hardware, ranks, policy=policy)
-
-
-def _refuse_typo(words: Sequence[str]) -> None:
-    """Say which of this command's own flags a wrong one is near, if it is.
-
-    Raises:
-        ConfigError: one is.
-    """
-    own = ("--hardware", "--shape", "--price", "--largest", "--tables", "--grade", "--refit",
-           "--json", "--memory-limit", "--num-gpus", "--no-data")  # fmt: skip
-    for word in (word.partition("=")[0] for word in words if word.startswith("--")):
-        if near := difflib.get_close_matches(word, own, n=1, cutoff=0.8):
-            raise ConfigError(f"{word} is not a flag of tandem plan. Did you mean {near[0]}?")
 
 
 def _tables(options: Any) -> int:

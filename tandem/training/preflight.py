@@ -54,12 +54,8 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
             f"{config.reward.normalize_prompts}). Use more, or set reward.normalize_prompts 0"
         )
     longest = max(map(len, rows.prompts), default=0)
-    if (scores or rl) and limit is not None and longest + longest_answer > limit:
-        problems.append(
-            f"the longest prompt and sampling.max_new_tokens must fit the model's {limit} "
-            f"positions; got {longest} + {longest_answer}. Lower dataset.max_prompt_tokens or "
-            "sampling.max_new_tokens"
-        )
+    if scores or rl:
+        problems += answers_too_long(longest, longest_answer, limit)
     border = _rope_border(policy, config)
     shortest = min(map(len, [*rows.prompts, *rows.heldout_prompts]), default=0)
     if rl and border is not None and shortest <= border < longest + longest_answer:
@@ -71,7 +67,7 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
             "dataset.max_prompt_tokens or sampling.max_new_tokens"
         )
     if rl:
-        problems += _columns_problems(config, rows)
+        problems += columns_problems(config, rows)
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -177,7 +173,7 @@ def _weights(path: str, config: RunConfig) -> float:
         return math.inf
 
 
-def _columns_problems(config: RunConfig, rows: StepRows) -> list[str]:
+def columns_problems(config: RunConfig, rows: StepRows) -> list[str]:
     """What keeps reward functions from being called with the columns of the prompts."""
     functions = rl_section(config).reward_function
     if not functions:
@@ -229,6 +225,17 @@ def _too_long(what: str, rows: Sequence[Sized], limit: int | None) -> list[str]:
             f"Set dataset.max_tokens to at most {limit}"
         )
     ]
+
+
+def answers_too_long(prompt: int, answer: int, limit: int | None, of: str = "model") -> list[str]:
+    """What keeps the longest prompt and answer, in tokens, from fitting a model's positions."""
+    if limit is None or prompt + answer <= limit:
+        return []
+    problem = (
+        f"the longest prompt and sampling.max_new_tokens must fit the {of}'s {limit} positions; "
+        f"got {prompt} + {answer}. Lower dataset.max_prompt_tokens or sampling.max_new_tokens"
+    )
+    return [problem]
 
 
 def _rope_border(path: str, config: RunConfig) -> int | None:

@@ -221,7 +221,7 @@ class Identity:
             now = {name: now[name] for name in given & now.keys()}
             before = {name: before[name] for name in given & before.keys()}
         return [
-            _changed(name, before.get(name), now.get(name))
+            difference(name, before.get(name), now.get(name))
             for name in sorted(before.keys() | now.keys())
             if _or_none(before.get(name)) != _or_none(now.get(name))
             # Rows are compared only after they are read.
@@ -310,8 +310,8 @@ def _json_value(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _changed(name: str, before: Any, now: Any) -> str:
-    """The difference: both values of a knob, or the names of files."""
+def difference(name: str, before: Any, now: Any) -> str:
+    """How a fact differs from the one recorded: both values of a knob, or the names of files."""
     if not isinstance(before, dict) and not isinstance(now, dict):
         return f"{name} {_short(before)} -> {_short(now)}"
     before, now = before or {}, now or {}

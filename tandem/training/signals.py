@@ -59,11 +59,12 @@ class StopSignals:
     one ends the run too, by `Stopped`. On a thread that is not the main one nothing is installed.
     """
 
-    def __init__(self, print_line: Callable[[str], None]) -> None:
-        """`print_line` shows a line to the user."""
+    def __init__(self, print_line: Callable[[str], None], finishes: str = "this step") -> None:
+        """`print_line` shows a line to the user; `finishes`: what the first signal waits for."""
         self.requested = 0
         self.deferring = False
         self._print_line = print_line
+        self._finishes = finishes
         self._handling = handling(self._take)
 
     def __enter__(self) -> Self:
@@ -95,7 +96,8 @@ class StopSignals:
             raise Stopped(number, "before a step was running")
         with suppress(RuntimeError):
             self._print_line(
-                f"{name}: the run stops after this step, saved. A second signal stops it at once."
+                f"{name}: the run stops after {self._finishes}, saved. A second signal stops it "
+                "at once."
             )
 
 

@@ -89,11 +89,12 @@ def load_renderer(
 
 
 @collected_seldom()
-def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
+def prepare_rows(config: RunConfig, policy: str, reward: str, *, shuffle: bool = True) -> StepRows:
     """Read the data sets and render them for the configured stages.
 
     Args:
         policy, reward: the models whose tokenizers policy and reward model use.
+        shuffle: off leaves prompts in the order of the data sets.
     Raises:
         DataError: a file or row cannot be used, and the configuration makes that an error.
     """
@@ -147,7 +148,7 @@ def prepare_rows(config: RunConfig, policy: str, reward: str) -> StepRows:
         heldout_labelled=render.labelled(data.heldout, renderer, None, room)
         if "labels" in readers
         else [],
-        prompts=shuffled(prompts, config.seed),
+        prompts=shuffled(prompts, config.seed) if shuffle else prompts,
         heldout_prompts=shuffled(
             render.prompts(data.heldout, renderer, None, prompt_room), config.seed
         ),

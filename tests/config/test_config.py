@@ -13,7 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tandem.config.flags import help_page, knob_docs, knob_types, parse_run_flags
+from tandem.config.flags import help_page, parse_run_flags
+from tandem.config.knob_facts import knob_docs, knob_types
 from tandem.config.load import (
     build_config,
     changed_knobs,

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem.config.flags import knob_types, parse_run_flags
+from tandem.config.flags import parse_run_flags
+from tandem.config.knob_facts import knob_types
 from tandem.config.load import build_config, config_knobs, load_config, plain_values
 from tandem.config.nearest import SHORT_NAMES
 from tandem.config.schema import RunConfig

@@ -1,0 +1,84 @@
+"""The flags of `tandem data check`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem.config.load import check_ranges
+from tandem.config.pages import Parser
+from tandem.config.stages import DEFAULT, stage_names
+from tandem.errors import ConfigError
+
+
+def data_command(args: Sequence[str]) -> int:
+    """Run `tandem data check ARGS`; the exit code, 1 if a row is bad.
+
+    Raises:
+        ConfigError, DataError, ModelError: wrong flags, or data or tokenizer that cannot be read.
+    """
+    if list(args[:1]) not in (["check"], ["--help"], ["-h"], []):
+        raise ConfigError(f"tandem data has one command, check; got {args[0]!r}.")
+    options = _data_parser().parse_args(args[1:] if args[:1] == ["check"] else ["--help"])
+    from tandem.config.dataset import DataConfig
+    from tandem.data.check import check
+
+    try:
+        shares = ",".join(options.data_split)
+        split = tuple(float(share) for share in shares.split(",") if shares)
+    except ValueError:
+        raise ConfigError(f"--data-split must be numbers like 2,4,4; got {shares!r}.") from None
+    config = DataConfig(
+        split=split,
+        heldout=options.heldout,
+        columns=tuple(options.columns),
+        on_bad_row="drop",
+        system_prompt=options.system_prompt,
+        max_tokens=options.max_tokens,
+        max_prompt_tokens=options.max_prompt_tokens,
+    )
+    check_ranges(config, "dataset.")
+    if unknown := sorted({*options.stages} - {*stage_names()}):
+        raise ConfigError(f"--stages must be of {', '.join(stage_names())}; got {unknown[0]!r}.")
+    if options.rows < 0 or options.seed < 0:
+        raise ConfigError(f"--rows and --seed must be >= 0; got {options.rows}, {options.seed}.")
+    return check(
+        config,
+        options.data,
+        options.sft_data,
+        options.eval_data,
+        seed=options.seed,
+        stages=options.stages,
+        tokenizer_path=options.tokenizer,
+        rows=options.rows,
+    )
+
+
+def _data_parser() -> Parser:
+    parser = Parser(
+        "data check",
+        "DATA ... [flags]",
+        "What a run would train on: the rows of each data set, used or dropped and why. The exit "
+        "code is 1 if a row is bad.",
+        "tandem data check prefs.jsonl chats.csv:2 --tokenizer MODEL",
+    )
+    columns = "Column map for files of other shapes, as role=column."
+    split = "Shares of the prompts for SFT, reward model and PPO."
+    tokenizer = "A model's folder or hub name: count tokens, show rows as tokens, apply the limits."
+    parser.section("data")
+    parser.flag("DATA ...", "Data sets as FILE_OR_NAME[:weight].", nargs="+")
+    parser.flag("--sft-data DATA ...", "Data sets for SFT only.", [], shown="none")
+    parser.flag("--eval-data DATA ...", "Data sets to evaluate on only.", [], shown="none")
+    parser.flag("--columns A=B ...", columns, [], shown="none")
+    parser.flag("--system-prompt TEXT", "For conversations without a system turn.", shown="none")
+    parser.section("split")
+    parser.flag("--stages NAME ...", "Stages of the run.", list(DEFAULT))
+    parser.flag("--data-split X ...", split, [], shown="2,4,4 among the run's stages")
+    parser.flag("--heldout X", "Held-out share of the prompts.", 0.05)
+    parser.flag("--seed N", "Seed of the split.", 1234)
+    parser.section("examples")
+    parser.flag("--rows N", "Rows to show of each data set.", 3)
+    parser.section("tokens")
+    parser.flag("--tokenizer PATH", tokenizer, shown="none")
+    parser.flag("--max-tokens N", "The run's limit of a sequence.", 512)
+    parser.flag("--max-prompt-tokens N", "The run's limit of a prompt.", 256)
+    return parser

@@ -1,0 +1,328 @@
+"""`tandem sample`: a policy's answers to prompts, scored and written, a few prompts at a time.
+
+Best-of-n rows for SFT: rejection sampling, arXiv:2112.09332 and RAFT, arXiv:2304.06767. Best
+against worst for DPO on a policy's own answers: arXiv:2401.10020, arXiv:2404.19733.
+
+A prompt's answers are keyed by the seed, its number among the prompts and the sample's, so they
+depend neither on how many are generated at once nor on the ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from tandem.checkpoint.beside import verify_beside
+from tandem.checkpoint.folder import together
+from tandem.config.engine import EngineSettings, engine_settings
+from tandem.config.load import config_knobs
+from tandem.config.schema import RunConfig, rl_section
+from tandem.config.scoring import weighted_models
+from tandem.data.causes import why_none
+from tandem.devices import resolve_device
+from tandem.engine.allocator import keep_freed_memory
+from tandem.engine.placement import Placement
+from tandem.engine.rollouts import rollout_of
+from tandem.engine.scoring import RewardScorer, place_scorer
+from tandem.errors import ConfigError, Stopped
+from tandem.generation.generator import Stops
+from tandem.metrics.console import StageConsole
+from tandem.models.checkpoint_ref import model_folders
+from tandem.parallel.watchdog import note
+from tandem.parallel.world import World
+from tandem.rewards.scoring import RewardFunctions
+from tandem.text import ignore_line, visible
+from tandem.training.experience import score_answers
+from tandem.training.preflight import answers_too_long, columns_problems
+from tandem.training.provenance import Identity
+from tandem.training.reward_function import check_rewards, columns_given, rewards_of
+from tandem.training.run_stages import ledger_lines
+from tandem.training.sample_file import Progress, SampleFile
+from tandem.training.sample_flags import REWARDS, SampleSettings
+from tandem.training.sample_rows import SampledAnswer, row_of
+from tandem.training.sample_summary import summary
+from tandem.training.signals import StopSignals
+from tandem.training.stage_data import StepRows, positions, prepare_rows
+from tandem.types import PromptRow, Rollout
+
+_DEPENDS_ON = (
+    *("data", "seed", "hybrid_engine", "parallel.frozen_weights"),
+    *("dataset.max_prompt_tokens", "dataset.on_long_row"),
+)
+"""The knobs that answers depend on, beside those of `sampling`."""
+_REWARD_DEPENDS_ON = (*REWARDS, "scoring.on_none", "scoring.on_failure", "scoring.answer_column")
+
+
+def sample(
+    settings: SampleSettings,
+    world: World | None = None,
+    print_line: Callable[[str], None] = print,
+) -> Progress:
+    """Write the rows that are still to come.
+
+    Args:
+        world: the ranks that share the prompts. None: one process.
+        print_line: shows a line to the user, on the first rank.
+    Returns:
+        what was counted, over all runs of the command.
+    Raises:
+        ConfigError, DataError, ModelError: models, data or functions cannot be used.
+        CheckpointError: the file cannot be continued or written.
+        Stopped: a signal asked for it; what is answered is written.
+    """
+    keep_freed_memory()
+    world = world or World(device=resolve_device(settings.config.device))
+    say = print_line if world.is_first else ignore_line
+    with StopSignals(say, "the prompts that it is answering") as stops:
+        rows = _prompts(settings.config, world, say)
+        file = SampleFile(
+            settings.output, _made_from(settings, rows, world), num_prompts=len(rows.prompts)
+        )
+        with closing(file):
+            together(lambda: file.open() if world.is_first else None, file.path, world)
+            file.progress = world.all_gather_object(file.progress)[0]
+            if file.is_finished:
+                say(f"{visible(str(file.path))}: finished before")
+            else:
+                _Sampling(settings, rows, world, say, stops).fill(file)
+            for line in summary(settings, file.progress):
+                say(line)
+            return file.progress
+
+
+def _prompts(config: RunConfig, world: World, say: Callable[[str], None]) -> StepRows:
+    """The prompts in the order of their files, checked against the models."""
+    reward = _reward_model(config)
+    for model in filter(None, (config.actor_model, reward)):
+        for folder in model_folders(model):
+            verify_beside(folder, world=world)
+    say(f"reading {', '.join(config.data)}")
+    rows = prepare_rows(config, config.actor_model, reward or config.actor_model, shuffle=False)
+    for line in ledger_lines(rows):
+        say(line)
+    if not rows.prompts:
+        told = [
+            "tandem sample must have at least one prompt; got none",
+            *why_none(rows.ledger, "prompts"),
+        ]
+        raise ConfigError(". ".join([*told, "See the data account above"]))
+    longest, new = max(map(len, rows.prompts)), config.sampling.max_new_tokens
+    problems = answers_too_long(longest, new, positions(config.actor_model, config))
+    if reward:
+        limit = positions(reward, config)
+        problems += answers_too_long(longest, new, limit, "reward model")
+    if problems := [*problems, *columns_problems(config, rows)]:
+        raise ConfigError("; ".join(problems))
+    return rows
+
+
+def _reward_model(config: RunConfig) -> str:
+    """The reward model that scores; "" for none."""
+    return config.reward_model if rl_section(config).reward_model_weight else ""
+
+
+def _made_from(settings: SampleSettings, rows: StepRows, world: World) -> dict[str, object]:
+    """All that the rows of the file depend on."""
+    config, choice = settings.config, settings.choice
+    identity = Identity(config, settings.output.parent, world)
+    reward, functions = _reward_model(config), rl_section(config).reward_function
+    sampling = (name for name, _ in config_knobs() if name.startswith("sampling."))
+    made_from: dict[str, object] = {
+        **identity.knobs((*_DEPENDS_ON, *sampling)),
+        "device": world.device.type,
+        "dtype": str(Placement(engine_settings(config), world).dtype).removeprefix("torch."),
+        "the model": identity.files_of_model(config.actor_model),
+        "the rows": {a.name: a.fingerprint for a in rows.ledger.datasets.values()},
+        "--write": choice.write,
+        "--min-margin": choice.min_margin,
+        "--min-reward": choice.min_reward,
+        "--keep-cut-off": choice.keep_cut_off,
+    }
+    if reward or functions:
+        made_from |= identity.knobs(_REWARD_DEPENDS_ON)
+    if reward:
+        made_from["the reward model"] = identity.files_of_model(reward)
+        made_from |= identity.knobs(["scoring.reward_models"])
+        for further in weighted_models(config.scoring.reward_models):
+            made_from[f"the files of {further.source}"] = identity.files_of_model(further.source)
+    if functions:
+        made_from["the reward function"] = identity.reward_function()
+    return made_from
+
+
+@dataclass(frozen=True, slots=True)
+class _Models:
+    """What answers and what scores."""
+
+    policy: PreTrainedModel
+    scorer: RewardScorer | None
+    rewards: RewardFunctions | None
+
+
+class _Sampling:
+    """Answers the prompts that are left, in their order."""
+
+    def __init__(
+        self,
+        settings: SampleSettings,
+        rows: StepRows,
+        world: World,
+        say: Callable[[str], None],
+        stops: StopSignals,
+    ) -> None:
+        self._settings, self._rows, self._world = settings, rows, world
+        self._say, self._stops = say, stops
+        self._config = settings.config
+        self._engine: EngineSettings = engine_settings(settings.config)
+        self._chunk = rl_section(settings.config).prompts_per_step
+
+    def fill(self, file: SampleFile) -> None:
+        """Write the rows of all prompts that are left.
+
+        Raises:
+            Stopped: a signal asked for it; what is answered is written.
+        """
+        total, progress = len(self._rows.prompts), file.progress
+        if progress.prompts:
+            self._say(f"continuing after {progress.prompts:,} of {total:,} prompts")
+        with ExitStack() as stack:
+            models = self._models(stack)
+            console = None
+            if self._world.is_first:
+                console = StageConsole("ppo", total, progress.prompts, label="sample")
+                stack.callback(console.close)
+            self._stops.deferring = True
+            while progress.prompts < total:
+                start = progress.prompts
+                end = min(total, start + self._chunk)
+                note(f"sample, prompts {start + 1} to {end}")
+                began = time.monotonic()
+                numbers = self._answer(models, file, range(start, end))
+                if console is not None:
+                    console.line(end, {**numbers, "seconds/step": time.monotonic() - began})
+                number = int(self._world.all_reduce_max([self._stops.requested])[0])
+                if number and end < total:
+                    raise Stopped(number, f"after {end:,} of {total:,} prompts, which are written")
+
+    def _models(self, stack: ExitStack) -> _Models:
+        """The models and functions, ready; functions are tested first."""
+        config, world = self._config, self._world
+        names = rl_section(config).reward_function
+        for line in check_rewards(names, config, self._rows, world):
+            self._say(line)
+        columns = columns_given(config, self._rows).names
+        rewards = rewards_of(names, config.scoring, self._say, columns)
+        if rewards is not None:
+            stack.callback(rewards.close)
+        placement = Placement(self._engine, world)
+        scorer, source = None, _reward_model(config)
+        self._say(f"policy: {visible(config.actor_model)}")
+        if scores := [*filter(None, [source]), *config.scoring.reward_models, *names]:
+            self._say(f"reward: {visible(', '.join(scores))}")
+        policy = placement.policy(config.actor_model, trained=False)
+        if source:
+            scorer = place_scorer(placement, source, self._rows.reward_tokenizer)
+            if line := scorer.note_on_text(self._rows.renderer):
+                self._say(line)
+        return _Models(policy, scorer, rewards)
+
+    def _answer(self, models: _Models, file: SampleFile, numbers: range) -> dict[str, float]:
+        """Answer the prompts of these numbers and write their rows; what to show of them."""
+        prompts = self._rows.prompts[numbers.start : numbers.stop]
+        began = time.monotonic()
+        rollout = rollout_of(
+            models.policy,
+            prompts,
+            self._engine,
+            Stops.of(self._rows.renderer),
+            step=0,
+            numbers=numbers,
+        )
+        seconds = time.monotonic() - began
+        rewards = self._rewards(models, rollout)
+        progress, choice = file.progress, self._settings.choice
+        progress.seconds += seconds
+        progress.longest = max(progress.longest, int(rollout.batch.lengths().max()))
+        written = []
+        for prompt, answers in _by_prompt(rollout, rewards, len(prompts)):
+            self._count(progress, answers)
+            row, reason = row_of(prompt.messages, str(prompt.source), answers, choice)
+            if row is None:
+                progress.leave(reason)
+            else:
+                written.append(row)
+        progress.prompts = numbers.stop
+        together(
+            lambda: file.add(written) if self._world.is_first else None, file.path, self._world
+        )
+        scored = [reward for reward in rewards if reward is not None]
+        shown = {
+            "response_tokens": rollout.batch.num_response_tokens / len(rollout),
+            "eos_rate": float(rollout.finished.float().mean()),
+        }
+        return shown | ({"reward": sum(scored) / len(scored)} if scored else {})
+
+    def _rewards(self, models: _Models, rollout: Rollout) -> list[float | None]:
+        """Of each answer, without penalties and clips; None where nothing scored it."""
+        if models.scorer is None and models.rewards is None:
+            return [None] * len(rollout)
+        config = self._config
+        scored = score_answers(
+            rollout,
+            models.scorer,
+            self._rows.renderer,
+            rl_section(config),
+            models.rewards,
+            self._world,
+        )
+        values = scored.mixed.masked_fill(~scored.is_scored, torch.nan).float().cpu().numpy()
+        # The shortest decimals that are the same float32: 0.1, not 0.10000000149.
+        return [float(str(value)) if np.isfinite(value) else None for value in values]
+
+    def _count(self, progress: Progress, answers: list[SampledAnswer]) -> None:
+        rewards = [answer.reward for answer in answers if answer.reward is not None]
+        progress.answers += len(answers)
+        progress.tokens += sum(answer.tokens for answer in answers)
+        progress.cut_off += sum(not answer.finished for answer in answers)
+        progress.blank += sum(not answer.text.strip() for answer in answers)
+        progress.scored += len(rewards)
+        progress.rewards += sum(rewards)
+        if _scores(self._config):
+            progress.unscored += len(answers) - len(rewards)
+        choice = self._settings.choice
+        best = (
+            rewards
+            if choice.write == "all"
+            else [a.reward or 0.0 for a in choice.candidates(answers)]
+        )
+        if best:
+            progress.num_best += 1
+            progress.best += max(best)
+
+
+def _scores(config: RunConfig) -> bool:
+    return bool(_reward_model(config) or rl_section(config).reward_function)
+
+
+def _by_prompt(
+    rollout: Rollout, rewards: list[float | None], num_prompts: int
+) -> Iterator[tuple[PromptRow, list[SampledAnswer]]]:
+    """Each prompt with its answers, in their order."""
+    tokens = rollout.batch.on_host().response_mask.sum(dim=1).tolist()
+    finished = rollout.finished.tolist()
+    samples = len(rollout) // num_prompts
+    for start in range(0, len(rollout), samples):
+        places = range(start, start + samples)
+        yield (
+            rollout.prompts[start],
+            [
+                SampledAnswer(rollout.responses[i], rewards[i], finished[i], tokens[i])
+                for i in places
+            ],
+        )

@@ -1,0 +1,434 @@
+"""`tandem sample`: answers against Hugging Face's, rows against plain loops, stops, files."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tandem.cli import main
+from tandem.config.dataset import DataConfig
+from tandem.config.load import dump_config
+from tandem.data.dataset import load_data
+from tandem.data.render import Renderer
+from tandem.errors import CheckpointError, ConfigError, ModelError, Stopped
+from tandem.files import lock
+from tandem.models.load import load_tokenizer
+from tandem.parallel.world import World
+from tandem.training.sample import sample
+from tandem.training.sample_file import SampleFile
+from tandem.training.sample_flags import parse_sample_flags
+from tandem.training.sample_rows import Choice, SampledAnswer, row_of
+from tandem.types import Message
+from tests.ranks import on_ranks
+from tests.tiny import tiny_config
+
+REWARDS = """
+def early(prompts, completions, level=None, **columns):
+    '''Earlier letters are better; None for some, more for a row's own level.'''
+    extra = [0] * len(completions) if level is None else [x or 0 for x in level]
+    return [
+        None if c[:1] in "xyz" and c else e + (110 - ord((c or "z")[0])) / 10
+        for c, e in zip(completions, extra)
+    ]
+"""
+TURNS = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hi.", "weight": 0},
+    {"role": "user", "content": "How are you?\u2028Fine?"},
+    {"role": "assistant", "content": "Well."},
+    {"role": "user", "content": "Human: and\n\nAssistant:"},
+]
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "What is rain?"},
+    {"prompt": "Name a color.", "level": 3},
+    {"prompt": TURNS},
+    {"prompt": "A pair", "chosen": "yes", "rejected": "no"},
+    {"question": "Is it blue?", "answer": "It is.", "system": "Answer."},
+    {"prompt": "Labelled", "completion": "bad one", "label": False},
+    {"prompt": "Another one?"},
+]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prompts")
+    (folder / "rewards.py").write_text(REWARDS)
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+Sampled = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def sampled(tiny_model: str, prompts: Path, tmp_path: Path) -> Sampled:
+    """Runs the command, its first words after the model; returns the rows of its file."""
+
+    def run(name: str, *flags: str, reward: bool = True, world: World | None = None) -> Any:
+        output = tmp_path / f"{name}.jsonl"
+        words = [tiny_model, "--data", str(prompts), "--output", str(output), "--seed", "7"]
+        words += ["--max-new-tokens", "8", "--samples-per-prompt", "5"]
+        words += ["--reward-function", f"{prompts.parent}/rewards.py:early"] if reward else []
+        words += ["--scoring.workers", "1", "--scoring.no-self-test", *flags]
+        sample(parse_sample_flags(words), world, lines.append)
+        return [json.loads(line) for line in output.read_bytes().decode().split("\n")[:-1]]
+
+    lines: list[str] = []
+    run.lines = lines  # type: ignore[attr-defined]
+    return run
+
+
+def lines_of(sampled: Sampled) -> list[str]:
+    found: list[str] = sampled.lines  # type: ignore[attr-defined]
+    return found
+
+
+def test_greedy_answers_are_those_of_hugging_face(sampled: Sampled, tiny_model: str) -> None:
+    rows = sampled("greedy", "--top-k", "1", "--samples-per-prompt", "1", reward=False)
+    renderer = Renderer(load_tokenizer(tiny_model))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    for row in rows:
+        ids = tokenizer.apply_chat_template(
+            row["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+        if len(row["prompt"]) == 1:  # others hold what Tandem spells out or ends otherwise
+            assert ids[0].tolist() == list(renderer.prompt(row["prompt"]).token_ids)
+        ids = torch.tensor([renderer.prompt(row["prompt"]).token_ids])
+        stops = list(renderer.stop_token_ids)
+        made = model.generate(ids, do_sample=False, max_new_tokens=8, eos_token_id=stops)
+        new = made[0, ids.shape[1] :].tolist()
+        (answer,) = row["answers"]
+        assert answer["text"] == renderer.decode(new)
+        assert (answer["tokens"], answer["finished"]) == (len(new), new[-1] in stops)
+        assert answer["reward"] is None
+    assert len(rows) == len(ROWS)
+
+
+def plainly_chosen(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
+    """(best answers, pairs) of rows with all answers, by a loop over every answer."""
+    best, pairs = [], []
+    for row in rows:
+        high = low = None
+        for answer in row["answers"]:
+            if answer["reward"] is None or not answer["text"].strip():
+                continue
+            if high is None or answer["reward"] > high["reward"]:
+                high = answer
+            if low is None or answer["reward"] < low["reward"]:
+                low = answer
+        if high is None or low is None:
+            continue
+        best.append((row["source"], high["text"], high["reward"]))
+        if round(high["reward"] - low["reward"], 6) >= 0.3:
+            sides = [(side["text"], side["reward"]) for side in (high, low)]
+            pairs.append((row["source"], *sides))
+    return best, pairs
+
+
+def test_best_and_pairs_are_those_of_a_plain_loop(sampled: Sampled, prompts: Path) -> None:
+    everything = sampled("all")
+    best, pairs = plainly_chosen(everything)
+    chosen = sampled("best", "--write", "best", "--keep-cut-off")
+    assert [(r["source"], r["completion"][0]["content"], r["reward"]) for r in chosen] == best
+    against = sampled("pairs", "--write", "pairs", "--min-margin", "0.3", "--keep-cut-off")
+    assert [
+        (
+            r["source"],
+            (r["chosen"][0]["content"], r["chosen_reward"]),
+            (r["rejected"][0]["content"], r["rejected_reward"]),
+        )
+        for r in against
+    ] == pairs
+    assert 0 < len(pairs) < len(ROWS)  # the margin leaves some out
+    assert all(row["n"] == 5 for row in chosen + against)
+    assert [row["source"] for row in everything] == [f"{prompts}:{n}" for n in range(1, 8)]
+    assert any(a["reward"] is None for row in everything for a in row["answers"])
+    assert max(a["reward"] or 0 for a in everything[1]["answers"]) > 3  # the column arrived
+    left = [line for line in lines_of(sampled) if line.startswith("left out: ")]
+    assert left[-1].startswith(f"left out: {len(ROWS) - len(pairs)} prompt")
+    assert "rewards less than 0.3 apart" in left[-1]
+    assert lines_of(sampled)[-1].startswith("next: tandem dpo --actor-model ")
+
+
+def test_the_projects_reader_takes_all_three(sampled: Sampled, tmp_path: Path) -> None:
+    for write in ("all", "best", "pairs"):
+        sampled(write, "--write", write, *(["--keep-cut-off"] * (write != "all")))
+    turns = [[(m["role"], m["content"]) for m in row["prompt"]] for row in sampled("all")]
+    turned = {str(t) for t in turns}
+    for write, stage in (("all", "ppo"), ("best", "sft"), ("pairs", "dpo"), ("pairs", "reward")):
+        path = tmp_path / f"{write}.jsonl"
+        data = load_data(DataConfig(heldout=0.0), [str(path)], seed=1, stages=[stage])
+        (account,) = data.ledger.datasets.values()
+        written = [json.loads(line) for line in path.read_bytes().splitlines()]
+        assert not account.notes
+        assert account.rows == account.num_used == len(written) > 2
+        samples = {"ppo": data.prompts, "sft": data.texts}.get(stage, data.pairs)
+        for row, read in zip(written, samples, strict=True):
+            assert str([(m.role, m.content) for m in read.prompt]) in turned
+            assert [m.learned for m in read.prompt] == [m.get("train", True) for m in row["prompt"]]
+            if write == "best":
+                assert read.chosen == row["completion"][0]["content"]
+            if write == "pairs":
+                assert read.chosen == row["chosen"][0]["content"]
+                assert read.rejected == row["rejected"][0]["content"]
+                assert read.margin == 0
+    assert turns[2] == [(t["role"], t["content"]) for t in TURNS]
+    assert turns[4] == [("system", "Answer."), ("user", "Is it blue?")]
+    assert main(["data", "check", str(tmp_path / "pairs.jsonl"), "--rows", "0"]) == 0
+
+
+def test_answers_do_not_depend_on_chunks_batches_or_ranks(
+    sampled: Sampled, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sampled("whole")
+    sampled("parts", "--prompts-per-step", "2", "--generation-batch-size", "3")
+
+    def with_ranks(world: World) -> None:
+        sampled("ranks", "--prompts-per-step", "3", world=world)
+
+    on_ranks(2, with_ranks)
+    whole = (tmp_path / "whole.jsonl").read_bytes()
+    assert (tmp_path / "parts.jsonl").read_bytes() == whole
+    assert (tmp_path / "ranks.jsonl").read_bytes() == whole
+
+
+class KillError(Exception):
+    """Stands for a kill."""
+
+
+def test_an_interrupted_file_is_continued_to_the_same_bytes(
+    sampled: Sampled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--prompts-per-step", "2", "--write", "best", "--keep-cut-off")
+    sampled("whole", *flags)
+    add, draw = SampleFile.add, random.Random(3)
+    path = tmp_path / "killed.jsonl"
+
+    def killed(self: SampleFile, rows: Sequence[Mapping[str, Any]]) -> None:
+        add(self, rows)
+        with path.open("ab") as file:  # a part of the next rows
+            file.write(b'{"prompt": [{"role"'[: draw.randrange(1, 20)])
+        raise KillError
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(SampleFile, "add", killed)
+            with pytest.raises(KillError):
+                sampled("killed", *flags)
+    sampled("killed", *flags)
+    assert "continuing after 4 of 7 prompts" in lines_of(sampled)
+    assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    made, other = (
+        json.loads((tmp_path / f"{name}.jsonl.made").read_text()) for name in ("killed", "whole")
+    )
+    for record in (made, other):
+        record["progress"].pop("seconds")
+    assert made == other
+    count = len(lines_of(sampled))
+    sampled("killed", *flags)  # loads no model
+    told = lines_of(sampled)[count:]
+    assert f"{path}: finished before" in told
+    assert not any(line.startswith("policy: ") for line in told)
+
+
+def test_a_signal_stops_after_what_is_being_answered(
+    sampled: Sampled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = SampleFile.add
+
+    def signalled(self: SampleFile, rows: Sequence[Mapping[str, Any]]) -> None:
+        add(self, rows)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(SampleFile, "add", signalled)
+    with pytest.raises(Stopped, match="after 2 of 7 prompts, which are written"):
+        sampled("stopped", "--prompts-per-step", "2")
+    assert len((tmp_path / "stopped.jsonl").read_bytes().splitlines()) == 2
+    assert any("stops after the prompts that it is answering" in x for x in lines_of(sampled))
+
+
+def test_a_file_of_something_else_is_refused(
+    sampled: Sampled, tmp_path: Path, prompts: Path
+) -> None:
+    sampled("answers", reward=False)
+    path = tmp_path / "answers.jsonl"
+    before = path.read_bytes()
+    with pytest.raises(CheckpointError, match=r"made with other settings.*sampling.top_p 1.0 -> 0"):
+        sampled("answers", "--top-p", "0.5", reward=False)
+    with pytest.raises(CheckpointError, match=r"changed: .*the reward function \(rewards.py\)"):
+        sampled("answers")
+    rows = prompts.read_text()
+    try:
+        prompts.write_text(rows.replace("rain", "snow"))
+        with pytest.raises(CheckpointError, match=r"changed: the rows \(prompts\)\. To make it"):
+            sampled("answers", reward=False)
+    finally:
+        prompts.write_text(rows)
+    path.write_bytes(before + b"{}\n")
+    with pytest.raises(CheckpointError, match="must be as tandem sample left it"):
+        sampled("answers", reward=False)
+    assert path.read_bytes() == before + b"{}\n"
+    path.write_bytes(before)
+    other = tmp_path / "mine.jsonl"
+    other.write_text("{}\n")
+    with pytest.raises(CheckpointError, match="must be a new file or one that tandem sample has"):
+        sampled("mine", reward=False)
+    assert other.read_text() == "{}\n"
+    (tmp_path / "answers.jsonl.made").write_text("{")
+    with pytest.raises(CheckpointError, match="must be what tandem sample wrote"):
+        sampled("answers", reward=False)
+    path.unlink()  # made anew
+    sampled("answers", reward=False)
+    assert path.read_bytes() == before
+
+
+def test_one_process_writes_a_file(sampled: Sampled, tmp_path: Path) -> None:
+    def elsewhere(world: World) -> bool:
+        return lock(tmp_path / "held.jsonl") is None
+
+    file = SampleFile(tmp_path / "held.jsonl", {}, num_prompts=3)
+    file.open()
+    assert on_ranks(1, elsewhere) == [True]
+    file.close()
+    assert on_ranks(1, elsewhere) == [False]
+
+
+def answers(*rewards: float | None, **changes: Any) -> list[SampledAnswer]:
+    made = {"finished": True, "tokens": 3, **changes}
+    return [SampledAnswer(made.get("text", f"a{i}"), r, made["finished"], made["tokens"])
+            for i, r in enumerate(rewards)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "choice", "reason"),
+    [
+        (answers(None, None), Choice("best"), "no answer with a reward"),
+        (answers(None, 1.0), Choice("pairs"), "one answer with a reward alone"),
+        (answers(2.0, 1.0, finished=False), Choice("best"), "answers cut off by the length limit"),
+        (answers(2.0, 1.0, text=" "), Choice("pairs"), "blank answers"),
+        (answers(2.0, 1.0, text="a"), Choice("pairs"), "the same text as best and worst"),
+        (answers(1.0, 1.0), Choice("pairs"), "equal rewards"),
+        (answers(0.3, 0.2), Choice("pairs", 0.2), "rewards less than 0.2 apart"),
+        (answers(0.3, 0.2), Choice("best", 0, 0.5), "best reward below 0.5"),
+        (answers(0.3, 0.2), Choice("pairs", 0.1, 0.3), ""),
+        (answers(0.3, 0.2, finished=False), Choice("pairs", keep_cut_off=True), ""),
+        (answers(None), Choice("all"), ""),
+    ],
+)
+def test_why_a_prompt_has_no_row(given: list[SampledAnswer], choice: Choice, reason: str) -> None:
+    row, found = row_of([Message("user", "hi")], "f:1", given, choice)
+    assert (row is None, found) == (bool(reason), reason)
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--write", "best"], "--write best must have a reward to choose by; got none"),
+        (["--write", "bets"], "--write must be one of all, best, pairs; got 'bets'"),
+        (["--write", "pairs", "--reward-model", "r"], "--samples-per-prompt must be at least 2"),
+        (["--min-margin", "1"], "--min-margin must go with --write pairs; got --write all"),
+        (["--keep-cut-off"], "--keep-cut-off must go with --write best or pairs"),
+        (["--min-reward", "nan"], "--min-reward must be a finite number; got nan"),
+        (["--kl-coef", "1"], "--ppo.kl-coef is not read by tandem sample"),
+        (["--outptu", "x"], "--outptu is not a flag of tandem sample. Did you mean --output?"),
+        (["--temprature", "1"], "Did you mean --temperature?"),
+        (["--temperature", "0"], "sampling.temperature must be > 0; got 0"),
+        (["--output", "a.csv"], "--output must end in .jsonl; got 'a.csv'"),
+        (["--model", "sft"], "--model must go with a run's folder"),
+        (["--data"], "data must name at least one data set; got none"),
+        (["--scoring.reward-models", "x"], "scoring.reward_models must be empty without"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    flags: list[str], part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    words = ["sample", "model", "--data", "p.jsonl", "--output", "o.jsonl"]
+    assert main([*words, *flags]) == 2
+    error = capsys.readouterr().err
+    assert part in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_model_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", "--data", "p.jsonl"]) == 2
+    assert "tandem sample: the model must come first; got --data." in capsys.readouterr().err
+
+
+def test_a_run_gives_its_policy_its_rewards_and_its_knobs(tmp_path: Path) -> None:
+    def settings(*flags: str) -> Any:
+        words = [str(run), "--data", "p.jsonl", "--output", "o.jsonl", *flags]
+        return parse_sample_flags(words).config
+
+    def finish(folder: str) -> None:
+        (run / folder).mkdir(parents=True)
+        (run / folder / "config.json").touch()
+
+    run = tmp_path / "run"
+    config = tiny_config(
+        run, "base", "train.jsonl", stages=["sft", "reward", "grpo"], seed=5, dropout=0,
+        sampling={"max_new_tokens": 12, "top_p": 0.9, "samples_per_prompt": 4},
+        grpo={"reward_function": ["r.py:f"], "reward_function_weight": 2.0, "minibatch_size": 4},
+        scoring={"combine": "group", "deadline_seconds": 9},
+    )  # fmt: skip
+    run.mkdir()
+    (run / "config.yaml").write_text(dump_config(config))
+    with pytest.raises(ModelError, match="must have a finished stage with a policy; got none"):
+        settings()
+    assert settings("--model", "base").actor_model == "base"
+    finish("sft")
+    found = settings()
+    assert found.actor_model == str(run / "sft")
+    assert found.reward_model == ""  # not finished
+    assert found.ppo.reward_function == ("r.py:f",)
+    assert found.ppo.reward_function_weight == 2
+    assert (found.seed, found.sampling.top_p, found.sampling.samples_per_prompt) == (5, 0.9, 1)
+    assert (found.dataset.max_prompt_tokens, found.dataset.heldout) == (96, 0)
+    assert (found.scoring.deadline_seconds, found.scoring.combine) == (9, "sum")
+    assert found.data == ("p.jsonl",)
+    finish("reward")
+    finish("grpo/actor")
+    assert settings().actor_model == str(run / "grpo/actor")
+    assert settings().reward_model == str(run / "reward")
+    assert settings("--model", "sft").actor_model == str(run / "sft")
+    named = settings("--reward-model", "other", "--top-p", "1")
+    assert (named.reward_model, named.ppo.reward_function) == ("other", ())
+    assert named.sampling.top_p == 1
+    with pytest.raises(ModelError, match=r"--model must be one that .* has, grpo, sft or base"):
+        settings("--model", "ppo")
+    words = ["m", "--output", "o.jsonl", "--config", str(run / "config.yaml")]
+    filed = parse_sample_flags(words).config
+    assert (filed.actor_model, filed.data) == ("m", ("train.jsonl",))
+    with pytest.raises(ConfigError, match="must be at least 2"):
+        settings("--write", "pairs")
+
+
+def test_a_reward_model_scores_as_in_a_run(
+    sampled: Sampled, plain_run: Callable[[int], Any], tmp_path: Path
+) -> None:
+    """Its normalized scores, mixed with the function's, are those that the two give alone."""
+    reward = f"{plain_run(0).output_dir}/reward"
+    both = sampled("both", "--reward-model", reward)
+    alone = sampled("alone", "--reward-model", reward, reward=False)
+    function = sampled("function")
+    for rows in zip(both, alone, function, strict=True):
+        for mixed, model, scored in zip(*(row["answers"] for row in rows), strict=True):
+            assert mixed["text"] == model["text"] == scored["text"]
+            expected = model["reward"] + (scored["reward"] or 0.0)
+            assert mixed["reward"] == pytest.approx(expected, abs=1e-5)
+    values = {answer["reward"] for row in alone for answer in row["answers"]}
+    assert len(values) > 10
