@@ -285,7 +285,7 @@ def _parser() -> Parser:
     parser.flag("--config FILE", file, shown="none", type=os.path.expanduser)
     parser.text(paragraph(
         "Other flags are those of tandem ppo --help-all: --top-p, --top-k (1: greedy) and the "
-            "rest of sampling, --scoring.*, --max-prompt-tokens, --on-long-row, --system-prompt, "
+            "rest of sampling and scoring, --max-prompt-tokens, --on-long-row, --system-prompt, "
             "--columns, --on-bad-row, --prompts-per-step (prompts answered before rows are "
             "written), --generation-batch-size."
     ))  # fmt: skip
@@ -294,6 +294,6 @@ def _parser() -> Parser:
 
 def _short_flags() -> dict[str, str]:
     """Every knob that is read of these sections, without the section's name."""
-    short = ("sampling", "dataset", _STAGE.section)
+    short = ("sampling", "scoring", "dataset", _STAGE.section)
     parts = [(name, *name.partition(".")[::2]) for name, _ in config_knobs() if _is_read(name)]
     return {n: f"--{last.replace('_', '-')}" for n, section, last in parts if section in short}
