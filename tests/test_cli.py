@@ -41,7 +41,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str], args: tuple[str, .
         ("vote", ("--who NAME", "[the user's name]", "--once")),
         (
             "sample",
-            ("--output FILE", "[the run's, else 128]", "--write WHAT", "--top-k (1: greedy)"),
+            ("--output FILE", "[the run's, else 128]", "--write WHAT", "--prompts-per-step"),
         ),
         ("plan", ("what:", "--hardware NAME", "[this machine]", "8xA100-80G")),
     ],

@@ -24,6 +24,7 @@ from tandem.config.engine import EngineSettings, engine_settings
 from tandem.config.load import config_knobs
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.scoring import weighted_models
+from tandem.config.stages import rl_stage
 from tandem.data.causes import why_none
 from tandem.devices import resolve_device
 from tandem.engine.allocator import keep_freed_memory
@@ -195,7 +196,7 @@ class _Sampling:
             models = self._models(stack)
             console = None
             if self._world.is_first:
-                console = StageConsole("ppo", total, progress.prompts, label="sample")
+                console = StageConsole(rl_stage(()).name, total, progress.prompts, label="sample")
                 stack.callback(console.close)
             self._stops.deferring = True
             while progress.prompts < total:

@@ -264,7 +264,7 @@ def _parser() -> Parser:
     parser.also("--temperature X", "Logits are divided by this.", f"{own}1")
     parser.also("--max-new-tokens N", "Longest answer, in tokens.", f"{own}128")
     parser.also("--seed N", "Seed of every sampled token.", f"{own}1234")
-    parser.section("reward")
+    parser.section("rewards")
     parser.also("--reward-model PATH", "A reward model's folder or hub name.", "the run's")
     function = "As file.py:name, module:name or tandem:name; several are added."
     parser.also("--reward-function NAME ...", function, "the run's")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 
 from tandem.config.dataset import DataConfig
+from tandem.config.stages import STAGES
 from tandem.text import counted, visible
 from tandem.training.sample_file import Progress
 from tandem.training.sample_flags import SampleSettings
@@ -39,10 +40,17 @@ def summary(settings: SampleSettings, progress: Progress) -> list[str]:
     if progress.left:
         reasons = "; ".join(f"{reason}: {count:,}" for reason, count in progress.left.items())
         lines.append(f"left out: {counted(sum(progress.left.values()), 'prompt')} ({reasons})")
-    command = {"best": "sft", "pairs": "dpo"}.get(write)
+    command = _learns_from(write)
     if command and progress.rows:
         words = ["tandem", command, "--actor-model", config.actor_model, "--data", output]
         if progress.longest > DataConfig().max_tokens:
             words += ["--max-tokens", str(progress.longest)]
         lines.append(f"next: {shlex.join(words)}")
     return lines
+
+
+def _learns_from(write: str) -> str:
+    """The command that trains a policy on such rows; "" if none does on all of them."""
+    share = {"best": "texts", "pairs": "pairs"}.get(write)
+    found = (s.name for s in STAGES if (s.share, s.leaves, s.labelled) == (share, "policy", False))
+    return next(found, "")
