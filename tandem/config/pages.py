@@ -33,7 +33,13 @@ def command_lines(name: str, summary: str) -> list[str]:
 
 def paragraph(text: str) -> list[str]:
     """An indented paragraph of a help page."""
-    return textwrap.wrap(text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=" " * 6,
+        subsequent_indent=" " * 6,
+        break_on_hyphens=False,  # a flag stays whole
+    )
 
 
 class Parser(argparse.ArgumentParser):

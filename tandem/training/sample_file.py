@@ -172,6 +172,8 @@ class SampleFile:
                 f"{visible(str(self.beside))} must be what tandem sample wrote; got something "
                 f"else. Remove it and {visible(self.path.name)}, or give another --output."
             ) from None
+        if progress.prompts == 0:  # a model or function could not be loaded, say
+            return Progress()
         changed = [
             difference(name, made_from.get(name), self._made_from.get(name))
             for name in sorted(made_from.keys() | self._made_from.keys())

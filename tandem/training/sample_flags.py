@@ -78,9 +78,10 @@ def parse_sample_flags(args: Sequence[str], wrong: Sequence[str] = ()) -> Sample
         ModelError: the run has no such policy.
     """
     parser = _parser()
+    args = ["--help" if word == "--help-all" else word for word in args]
     if args and args[0].startswith("-") and args[0] not in ("-h", "--help"):
         parser.error(f"the model must come first; got {args[0]}")
-    options, rest = parser.parse_known_args(list(args))
+    options, rest = parser.parse_known_args(args)
     run = _run_of(options.run_or_model)
     source = _policy_of(options.run_or_model, run, options.model)
     base = load_config(options.config) if options.config else run

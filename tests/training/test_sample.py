@@ -300,6 +300,11 @@ def test_a_file_of_something_else_is_refused(
         sampled("answers", reward=False)
     assert path.read_bytes() == before + b"{}\n"
     path.write_bytes(before)
+    begun = SampleFile(tmp_path / "begun.jsonl", {"seed": 1}, num_prompts=3)
+    begun.open()
+    begun.close()  # before anything was answered
+    sampled("begun", reward=False)
+    assert (tmp_path / "begun.jsonl").read_bytes() == before
     other = tmp_path / "mine.jsonl"
     other.write_text("{}\n")
     with pytest.raises(CheckpointError, match="must be a new file or one that tandem sample has"):
