@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from tandem.config import stages
 from tandem.config.flags import help_page, parse_run_flags
 from tandem.config.load import show_note
-from tandem.config.pages import Parser, command_lines
+from tandem.config.pages import Parser, command_lines, home_path
 from tandem.config.schema import RunConfig
 from tandem.config.spellings import listed
 from tandem.config.stages import stage_names
@@ -274,7 +274,7 @@ def _next_command(folder: Path) -> str:
 def _demo(args: list[str]) -> int:
     example = "tandem demo --output-dir runs/demo"
     parser = Parser("demo", "[--output-dir DIR]", _SUMMARIES["demo"], example).section("flags")
-    parser.flag("--output-dir DIR", "The run's folder.", "runs/demo", type=_path)
+    parser.flag("--output-dir DIR", "The run's folder.", "runs/demo", type=home_path)
     folder = parser.parse_args(args).output_dir
     with _loading("demo"):
         from tandem.training.demo import demo
@@ -334,9 +334,4 @@ def _run_parser(command: str, flags: str = "", example: str = "") -> Parser:
     """The parser of a command whose first argument is a run's folder."""
     usage, example = f"RUN {flags}".rstrip(), f"tandem {command} runs/first{example}"
     parser = Parser(command, usage, _SUMMARIES[command], example)
-    return parser.section("run").flag("RUN", "A run's folder.", type=_path)
-
-
-def _path(text: str) -> str:
-    """A path as the shell would have given it: it leaves `~` alone in --flag=~/x and in quotes."""
-    return os.path.expanduser(text)
+    return parser.section("run").flag("RUN", "A run's folder.", type=home_path)

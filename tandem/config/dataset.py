@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.config.knob import RL, SUPERVISED, knob
+from tandem.config.knob import RL, SUPERVISED, at_home, knob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,3 +33,10 @@ class DataConfig:
     of its prompt (counted; a row that would lose its whole answer is dropped), or stop."""
     system_prompt: str = knob("")
     """Added to every conversation that has no system turn."""
+    chat_template: str = knob("", common=SUPERVISED, path=True)
+    """Chat template in place of the tokenizers' own, saved with every model: a Jinja file, a folder
+    with one, `default` (Human: and Assistant:) or `none` (prompt and answer, with nothing around
+    them; docs/data.md). Empty: the tokenizer's own, or `default` if it has none."""
+
+    def __post_init__(self) -> None:
+        at_home(self)

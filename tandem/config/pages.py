@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import difflib
 import textwrap
 from collections.abc import Iterable
@@ -40,6 +41,11 @@ def paragraph(text: str) -> list[str]:
         subsequent_indent=" " * 6,
         break_on_hyphens=False,  # a flag stays whole
     )
+
+
+def home_path(text: str) -> str:
+    """A path as the shell would have given it: it leaves `~` alone in --flag=~/x and in quotes."""
+    return os.path.expanduser(text)
 
 
 class Parser(argparse.ArgumentParser):

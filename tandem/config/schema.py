@@ -290,8 +290,8 @@ class RunConfig:
     """Folder or hub name of the model that the reward stage starts from (for PPO alone: the reward
     model itself). Empty: the run's SFT model."""
     data: tuple[str, ...] = knob((), common=True, path=True)
-    """Data sets as FILE_OR_NAME[:weight]; weight 2 uses each row twice per epoch, 0.5 every other
-    row. `embedded` is the built-in one."""
+    """Data sets as FILE_OR_NAME[@CONFIGURATION/SPLIT][:weight]; weight 2 uses each row twice per
+    epoch, 0.5 every other row. `embedded` is the built-in one."""
     sft_data: tuple[str, ...] = knob((), common=("train", "supervised"), path=True)
     """Data sets for SFT only."""
     eval_data: tuple[str, ...] = knob((), common=("supervised", "pairs", "rl"), path=True)

@@ -16,6 +16,7 @@ from tandem.config.dataset import DataConfig
 from tandem.config.stages import DEFAULT
 from tandem.data.dataset import ReadRow, assign, read_all
 from tandem.data.ledger import Ledger
+from tandem.data.own_template import read_template
 from tandem.data.split import Split, opening, shares_among
 from tandem.data.tokenview import render, token_text
 from tandem.errors import DataError, ModelError
@@ -55,16 +56,18 @@ def check(
         The exit code: 1 if a row was bad (or cannot be rendered), else 0.
     Raises:
         ConfigError, DataError: as `load_data`, except for bad rows.
-        ModelError: the tokenizer cannot be loaded.
+        ModelError: the tokenizer cannot be loaded, or its chat template not be used.
     """
     console = console or Console()
-    renderer = None
+    renderer, own = None, read_template(config.chat_template)
     if tokenizer_path:
+        from tandem.data.own_template import put_template
         from tandem.data.render import Renderer
         from tandem.data.spelled import note_spelled
 
         tokenizer = _load_tokenizer(tokenizer_path)
-        renderer = Renderer(tokenizer)
+        put_template(tokenizer, own)
+        renderer = Renderer(tokenizer, own=own)
     split = Split(config.split or shares_among(stages), 0.0 if eval_data else config.heldout)
     ledger = Ledger()
     read = read_all(

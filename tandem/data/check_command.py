@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.config.load import check_ranges
-from tandem.config.pages import Parser
+from tandem.config.pages import Parser, home_path
 from tandem.config.stages import DEFAULT, stage_names
 from tandem.errors import ConfigError
 
@@ -35,6 +35,7 @@ def data_command(args: Sequence[str]) -> int:
         system_prompt=options.system_prompt,
         max_tokens=options.max_tokens,
         max_prompt_tokens=options.max_prompt_tokens,
+        chat_template=options.chat_template,
     )
     check_ranges(config, "dataset.")
     if unknown := sorted({*options.stages} - {*stage_names()}):
@@ -65,7 +66,7 @@ def _data_parser() -> Parser:
     split = "Shares of the prompts for SFT, reward model and PPO."
     tokenizer = "A model's folder or hub name: count tokens, show rows as tokens, apply the limits."
     parser.section("data")
-    parser.flag("DATA ...", "Data sets as FILE_OR_NAME[:weight].", nargs="+")
+    parser.flag("DATA ...", "Data sets as FILE_OR_NAME[@CONFIGURATION/SPLIT][:weight].", nargs="+")
     parser.flag("--sft-data DATA ...", "Data sets for SFT only.", [], shown="none")
     parser.flag("--eval-data DATA ...", "Data sets to evaluate on only.", [], shown="none")
     parser.flag("--columns A=B ...", columns, [], shown="none")
@@ -79,6 +80,8 @@ def _data_parser() -> Parser:
     parser.flag("--rows N", "Rows to show of each data set.", 3)
     parser.section("tokens")
     parser.flag("--tokenizer PATH", tokenizer, shown="none")
+    template = "A Jinja file, a folder with one, default or none; in place of the tokenizer's."
+    parser.flag("--chat-template FILE", template, shown="the tokenizer's", type=home_path)
     parser.flag("--max-tokens N", "The run's limit of a sequence.", 512)
     parser.flag("--max-prompt-tokens N", "The run's limit of a prompt.", 256)
     return parser

@@ -1,4 +1,4 @@
-"""The chat template of tokenizers that have none."""
+"""The chat template of tokenizers that have none, and the one that frames nothing."""
 
 DEFAULT_TEMPLATE = """\
 {{- PREFIX }}
@@ -16,3 +16,17 @@ DEFAULT_TEMPLATE = """\
 """Conversations as "Human: hi\\n\\nAssistant: yo" + EOS, turns apart by a blank line, a system text
 first. PREFIX becomes what the tokenizer puts before a text (its BOS). `generation` marks what the
 assistant writes for trainers that ask Hugging Face for a mask of it."""
+
+PLAIN_TEMPLATE = """\
+{{- PREFIX }}
+{%- for message in messages %}
+    {%- if loop.first and message.role == 'user' %}{{- message.content }}
+    {%- elif loop.index == 2 and message.role == 'assistant' %}
+        {%- generation %}{{- message.content + eos_token }}{% endgeneration %}
+    {%- else %}
+        {{- raise_exception('one prompt and one answer, without roles, are all that it takes') }}
+    {%- endif %}
+{%- endfor %}
+"""
+"""A prompt and its answer + EOS with nothing between them, as TRL joins rows that are not
+conversations. Without roles nobody could tell further turns apart, so they are refused."""

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.data.control import ControlTokens, free_mark
 from tandem.data.excerpt import excerpt
 from tandem.data.marked_template import marked, rendering
+from tandem.data.own_template import OwnTemplate, text_before
 from tandem.data.span_tokenizer import PieceTokenizer
 from tandem.data.template import ChatTemplate, Part
 from tandem.data.template_limits import deadline
@@ -55,6 +56,8 @@ class Renderer:
         tokenizer: any Hugging Face tokenizer with an EOS token. Its chat template is used if it has
             one, else "Human: ...\\n\\nAssistant: ..." with EOS after every assistant turn.
         stop_token_ids: further ids that end an answer (a generation_config's eos_token_id).
+        own: the template that the tokenizer was given in place of its own
+            (`own_template.put_template`), if it was: messages name it.
     Attributes:
         terminator_id: the token that ends an assistant's turn (a template's <|im_end|>, else EOS).
         stop_token_ids: every token at which generation must stop, the terminator first.
@@ -68,6 +71,7 @@ class Renderer:
         self,
         tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: int | Sequence[int] | None = None,
+        own: OwnTemplate | None = None,
     ) -> None:
         eos = tokenizer.eos_token_id
         if eos is None:
@@ -77,8 +81,8 @@ class Renderer:
             )
         self._control = ControlTokens(tokenizer)
         self._pieces = PieceTokenizer(tokenizer, self._control)
-        self._document_prefix, prefix_text = _prefix(tokenizer)
-        self._template = ChatTemplate(tokenizer, self._control, prefix_text)
+        self._document_prefix, prefix_text = text_before(tokenizer)
+        self._template = ChatTemplate(tokenizer, self._control, prefix_text, own)
         self._eos_id = int(eos)
         self.terminator_id: int = self._control.ids.get(self._template.terminator, self._eos_id)
         extra = [stop_token_ids] if isinstance(stop_token_ids, int) else stop_token_ids or []
@@ -109,6 +113,16 @@ class Renderer:
                 return marked(template.source, template.terminator, eos, rendering(self._tokenizer))
         except TimeoutError:
             return template.source
+
+    @property
+    def takes_more_turns(self) -> bool:
+        """Whether an answered conversation can go on: the template may take one prompt alone."""
+        opening = list(self._template.opening)
+        try:
+            self._template.prompt([*opening, Message("assistant", "yes"), opening[-1]], "probe")
+        except DataError:
+            return False
+        return True
 
     def prompt(
         self,
@@ -284,7 +298,7 @@ def _in_time(where: str) -> Iterator[None]:
     except TimeoutError as error:
         raise DataError(
             f"{where}: turns must render in time; got {error} of the chat template. Remove this "
-            "row, or give the tokenizer another chat_template."
+            "row, or use another chat_template."
         ) from error
 
 
@@ -303,17 +317,6 @@ def _turns(messages: str | Sequence[Message | Mapping[str, str]]) -> list[Messag
             )
         turns.append(turn)
     return turns
-
-
-def _prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], str]:
-    """Ids that the tokenizer puts before every text (its BOS, or none), and their text."""
-    for probe in _PROBES:
-        plain = tokenizer.encode(probe, add_special_tokens=False)
-        whole = tokenizer.encode(probe)
-        if plain:
-            n = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
-            return tuple(whole[:n]), "".join(tokenizer.convert_ids_to_tokens(whole[:n]))
-    return (), ""
 
 
 def _definition(tokenizer: PreTrainedTokenizerBase) -> str:

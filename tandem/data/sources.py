@@ -22,6 +22,18 @@ from tandem.data.formats import (
     read_jsonl,
     read_parquet,
 )
+from tandem.data.parts import (
+    EMBEDDED,
+    ENDINGS,
+    Part,
+    declared,
+    format_of,
+    looks_like_hub_name,
+    of_split,
+    part_of,
+    split_of,
+    unknown,
+)
 from tandem.data.plaintext import read_text
 from tandem.data.rows import BadRow, RawRow
 from tandem.data.saved import rows_through_datasets
@@ -46,14 +58,13 @@ ROLES = (
 )
 """The roles of a column map."""
 
-_READERS: dict[str, Callable[[Path, str, OnBlank], Rows]] = {
-    ".json": read_json,
-    ".jsonl": read_jsonl,
-    ".ndjson": read_jsonl,
-    ".csv": read_csv,
-    ".txt": read_text,
-    ".parquet": read_parquet,
-}
+_READERS: dict[str, Callable[[Path, str, OnBlank], Rows]] = dict(
+    zip(
+        ENDINGS,
+        (read_json, read_jsonl, read_jsonl, read_csv, read_text, read_parquet),
+        strict=True,
+    )
+)
 _FORMATS = ", ".join(_READERS)
 _RENAME = "Rename it according to its content."
 _ADVICE = {
@@ -65,13 +76,6 @@ _ADVICE = {
 }
 """Advice for files with another extension."""
 _METADATA = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
-_SPLITS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
-    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
-}
-"""Words in a file's name or folder that name its split, as for Hugging Face's hub."""
-_HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _MOST_WEIGHT = 1000
 """Every row comes so many times an epoch, and each copy is held: a typo would fill the memory."""
 _WEIGHT = re.compile(r"[+-]?(\d+\.?\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?|nan|inf)", re.IGNORECASE)
@@ -82,7 +86,8 @@ class DataSpec:
     """One data set, as named on the command line.
 
     name: short, for reports (`politeness` for prefs/politeness.jsonl.gz; full hub names).
-    path: file, folder or hub name. weight: passes over its rows per epoch, finite and above 0.
+    path: file, folder or hub name, maybe with the part to read (see `parts`). weight: passes over
+    its rows per epoch, finite and above 0.
     columns: role to column, for this data set only.
     """
 
@@ -93,7 +98,7 @@ class DataSpec:
 
 
 def parse_spec(text: str) -> DataSpec:
-    """Read `FILE_OR_NAME[:weight][::role=column,...]`.
+    """Read `FILE_OR_NAME[@CONFIGURATION/SPLIT][:weight][::role=column,...]` (see `parts`).
 
     Only a trailing number is a weight; drive letters and other colons belong to the path.
     Example: parse_spec("C:/a.jsonl:2::prompt=question") has weight 2 and path "C:/a.jsonl".
@@ -167,30 +172,21 @@ def read_rows(spec: DataSpec, *, on_blank: OnBlank = lambda: None) -> Iterator[R
     Raises:
         DataError: it does not exist, has an unknown format or no rows, or is damaged.
     """
-    path = _local(spec.path)
-    if spec.path == "embedded":
+    part = _inside(part_of(spec.path))
+    path = _local(part.base)
+    if part.base == EMBEDDED:
         rows = _embedded(spec)
-    elif spec.path.startswith(gym.PREFIX):
+    elif part.base.startswith(gym.PREFIX):
         rows = _generated(spec)
-    elif _is_saved_dataset(path):
-        rows = rows_through_datasets(spec.name, spec.path, path)
+    elif _is_saved_dataset(path) or (path.is_dir() and _is_declared(part, path)):
+        rows = rows_through_datasets(spec.name, part, path)
     elif path.is_dir():
-        rows = _folder(path, spec.name, on_blank)
+        rows = _folder(path, part, spec.name, on_blank)
     elif path.exists():
         rows = _file(path, spec.name, on_blank)
     else:
-        if path.is_symlink():
-            raise DataError(
-                f"data set {visible(spec.path)} must be an existing file or folder; got a link to "
-                f"{visible(os.readlink(path))}, which does not exist. Mend the link."
-            )
-        near = _nearest(path, spec.path)
-        if near or not _looks_like_hub_name(spec.path):
-            raise DataError(
-                f"data set {visible(spec.path)} must be an existing file or folder, or a hub name; "
-                f"got neither. {f'Did you mean {visible(near)}?' if near else 'Check the path.'}"
-            )
-        rows = rows_through_datasets(spec.name, spec.path, None)
+        _require_hub_name(part, path)
+        rows = rows_through_datasets(spec.name, part, None)
     empty = True
     for row in rows:
         empty = False
@@ -198,6 +194,50 @@ def read_rows(spec: DataSpec, *, on_blank: OnBlank = lambda: None) -> Iterator[R
     if empty:
         raise DataError(
             f"{visible(spec.path)} must hold at least one row; got none. Remove it, or add rows."
+        )
+
+
+def _inside(part: Part) -> Part:
+    """Of a configuration that is a folder of a local folder, that one.
+
+    Raises:
+        DataError: there is neither, or the data set cannot have parts.
+    """
+    path = _local(part.base)
+    if part.is_whole or not (path.exists() or part.base == EMBEDDED):
+        return part
+    if part.base == EMBEDDED or not path.is_dir():
+        raise DataError(
+            f"data set {visible(part.text)} must be a folder or a hub name, which may have "
+            f"configurations and splits; got a {'name' if part.base == EMBEDDED else 'file'} "
+            f"without. Write {visible(part.base)}."
+        )
+    if not part.config or _is_declared(part, path):
+        return part
+    if not _local(str(path / part.config)).is_dir():
+        folders = sorted(p.name for p in path.iterdir() if p.is_dir() and p.name[0] != ".")
+        raise unknown(part, "configuration", part.config, [*declared(path), *folders])
+    return Part(str(path / part.config), "", part.split, part.text)
+
+
+def _is_declared(part: Part, folder: Path) -> bool:
+    """Whether the folder's card declares what the part names."""
+    found = declared(folder)
+    return part.config in found if part.config else bool(part.split and found)
+
+
+def _require_hub_name(part: Part, path: Path) -> None:
+    """Refuse a data set that is neither here nor, by its name, on the hub."""
+    if path.is_symlink():
+        raise DataError(
+            f"data set {visible(part.text)} must be an existing file or folder; got a link to "
+            f"{visible(os.readlink(path))}, which does not exist. Mend the link."
+        )
+    near = _nearest(path, part.base)
+    if near or not looks_like_hub_name(part.base):
+        raise DataError(
+            f"data set {visible(part.text)} must be an existing file or folder, or a hub name; "
+            f"got neither. {f'Did you mean {visible(near)}?' if near else 'Check the path.'}"
         )
 
 
@@ -217,20 +257,14 @@ def _local(path: str) -> Path:
 def _short_name(path: str) -> str:
     if path.startswith(gym.PREFIX):
         return path.removeprefix(gym.PREFIX).partition("?")[0]
-    if _looks_like_hub_name(path) and not os.path.exists(path):
+    part = part_of(path)
+    if not part.is_whole:
+        return _short_name(part.base) + path.removeprefix(part.base)
+    if looks_like_hub_name(path) and not os.path.exists(path):
         return path
     # Both separators on every machine, so that a shared config gives the same names.
     name = re.split(r"[/\\]", path.rstrip("/\\"))[-1]
     return re.sub(r"(\.\w{2,8})?(\.gz)?$", "", name) or name or path
-
-
-def _format_of(path: Path) -> str:
-    name = path.name.lower().removesuffix(".gz")
-    return Path(name).suffix
-
-
-def _looks_like_hub_name(text: str) -> bool:
-    return bool(_HUB_NAME.fullmatch(text)) and _format_of(Path(text)) not in _READERS
 
 
 def _nearest(path: Path, text: str) -> str:
@@ -239,7 +273,7 @@ def _nearest(path: Path, text: str) -> str:
     A hub name may look like a file's: it counts as a typo only if it has an extension, or its first
     part is an existing folder.
     """
-    if _looks_like_hub_name(text) and not (path.suffix[1:].isalpha() or "/" in text):
+    if looks_like_hub_name(text) and not (path.suffix[1:].isalpha() or "/" in text):
         return ""
     try:
         here = os.listdir(path.parent)
@@ -254,7 +288,7 @@ def _is_saved_dataset(path: Path) -> bool:
 
 
 def _file(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
-    reader = _READERS.get(_format_of(path))
+    reader = _READERS.get(format_of(path))
     if reader is None:
         raise DataError(
             f"{visible(str(path))} must end in one of {_FORMATS} (or one of them with .gz); "
@@ -270,14 +304,23 @@ def files_left(spec: DataSpec) -> list[str]:
     Raises:
         DataError: no folder can have that name.
     """
-    path = _local(spec.path)
-    if spec.path == "embedded" or not path.is_dir() or _is_saved_dataset(path):
+    part = _inside(part_of(spec.path))
+    path = _local(part.base)
+    if part.split or part.base == EMBEDDED or not path.is_dir() or _is_saved_dataset(path):
+        return []
+    if _is_declared(part, path):
         return []
     return [str(file.relative_to(path)) for file in _data_files(path)[1]]
 
 
-def _folder(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
-    files, _ = _data_files(path)
+def _folder(path: Path, part: Part, dataset: str, on_blank: OnBlank) -> Rows:
+    files, left = _data_files(path)
+    if part.split:
+        inside = [file.relative_to(path) for file in (*files, *left)]
+        found, splits = of_split(inside, part.split)
+        if not found and inside:
+            raise unknown(part, "split", part.split, splits)
+        files = sorted(path / file for file in found)
     if not files:
         raise DataError(
             f"folder {visible(str(path))} must hold files that end in one of {_FORMATS}; got none. "
@@ -294,27 +337,15 @@ def _data_files(path: Path) -> tuple[list[Path], list[Path]]:
         file
         for file in sorted(path.rglob("*"))
         if not file.is_dir()  # a pipe or a broken link is refused by its reader, not skipped
-        and _format_of(file) in _READERS
+        and format_of(file) in _READERS
         and file.name not in _METADATA
         and not any(part.startswith(".") for part in file.relative_to(path).parts)
     ]
-    splits = {file: _split_of(file.relative_to(path)) for file in files}
+    splits = {file: split_of(file.relative_to(path)) for file in files}
     if "train" not in splits.values():
         return files, []
     read = [file for file in files if splits[file] in ("train", "")]
     return read, [file for file in files if file not in read]
-
-
-def _split_of(file: Path) -> str:
-    """The split that a file's name names, else its innermost folder's that does; "" for none or
-    several."""
-    for part in reversed(file.parts):
-        # test.jsonl, test-00000-of-00002.parquet, test_prefs, squad_test; not unit_test_generation.
-        words = re.split(r"[^a-z0-9]+", re.sub(r"(\.[a-z]+)+$", "", part.lower()))
-        words = [word for word in words if not re.fullmatch(r"\d+|of", word)]
-        if named := {_SPLITS[word] for word in (words[:1] + words[-1:]) if word in _SPLITS}:
-            return named.pop() if len(named) == 1 else ""
-    return ""
 
 
 def _generated(spec: DataSpec) -> Rows:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.data.control import ControlTokens
 from tandem.data.default_template import DEFAULT_TEMPLATE
 from tandem.data.excerpt import excerpt
+from tandem.data.own_template import OwnTemplate
 from tandem.data.template_call import TemplateCall
 from tandem.data.template_limits import deadline, require_bounded
 from tandem.errors import DataError, ModelError
@@ -57,6 +58,7 @@ class ChatTemplate:
         tokenizer: its chat template is used; without one, a documented default.
         control: its control tokens.
         prefix: the text of the tokenizer's BOS, for the default template.
+        own: the user's own, if the tokenizer was given one; messages name it.
     Attributes:
         source: the jinja template.
         opening: turns that it accepts: a user's, after a system turn if it requires one.
@@ -69,11 +71,20 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, control: ControlTokens, prefix: str
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        control: ControlTokens,
+        prefix: str,
+        own: OwnTemplate | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        if tokenizer.chat_template:
-            self.source: str = tokenizer.get_chat_template()
+        self._advice = "Give the tokenizer another chat_template, or a run --chat-template FILE."
+        self.source: str
+        if own is not None:
+            self.source = own.filled(prefix)
+            self._name, self._advice = own.name, own.advice
+        elif tokenizer.chat_template:
+            self.source = tokenizer.get_chat_template()
             self._name = f"chat template of tokenizer {tokenizer.name_or_path!r}"
         else:
             self.source = DEFAULT_TEMPLATE.replace("PREFIX", json.dumps(prefix))
@@ -83,13 +94,15 @@ class ChatTemplate:
         self._own_controls = lru_cache(maxsize=256)(self._own_controls_of)
         # Both answers of a pair, and all uses of a held-out row, share their prompt.
         self._call = lru_cache(maxsize=64)(self._called)
-        require_bounded(self.source, self._name)
+        require_bounded(self.source, self._name, self._advice)
         self._template = TemplateCall(tokenizer, self.source)
         self.opening, self.lead, after = self._probe()
         found = control.find(after)
         self.terminator = after[found[0].start : found[0].end] if found else ""
         self.trail = after[: found[0].start] if found else ""
         self._beyond = after[found[0].end :] if found else after
+        if own is not None:
+            self._require_learnable()
 
     def prompt(self, messages: Sequence[Message], where: str) -> str:
         """The text up to where the assistant begins.
@@ -139,7 +152,7 @@ class ChatTemplate:
         raise DataError(
             f"{where}: turns must not become control tokens in the {self._name}; got "
             f"{excerpt(self._foreign(text, neutral, answered))} formed from their text. Remove "
-            "this row, or give the tokenizer a chat_template that writes contents as they are."
+            "this row, or use a chat_template that writes contents as they are."
         )
 
     def answer(self, messages: Sequence[Message], text: str, prompt: str, where: str) -> Part:
@@ -156,7 +169,7 @@ class ChatTemplate:
             raise ModelError(
                 f"{self._name} must render an answered prompt as the prompt, the answer and "
                 f"{excerpt(self.trail + self.terminator + self._beyond)}; got something else for "
-                f"{where} after {excerpt(prompt[-30:])}. Give the tokenizer another chat_template."
+                f"{where} after {excerpt(prompt[-30:])}. {self._advice}"
             )
         return self._part(text, len(prompt), end, True)
 
@@ -187,8 +200,8 @@ class ChatTemplate:
                 if every_answer:
                     raise ModelError(
                         f"{self._name} must render earlier turns as it did at first; got a "
-                        f"rewrite of turn {i + 1} in {where}. Train on the last turn alone or "
-                        "give the tokenizer another chat_template."
+                        f"rewrite of turn {i + 1} in {where}. Train on the last turn alone. "
+                        f"{self._advice}"
                     )
                 continue
             parts.append(self._part(text, cursor, placed.start, False))
@@ -307,22 +320,37 @@ class ChatTemplate:
             assert problem is not None
             raise ModelError(
                 f"{self._name} must render a user's and an assistant's turn; got "
-                f"{_cause(problem)}. Give the tokenizer another chat_template."
+                f"{_cause(problem)}. {self._advice}"
             ) from problem
         if not text.startswith(prompt):
             raise ModelError(
                 f"{self._name} must render an answered prompt as the prompt and then the answer; "
                 f"got {excerpt(prompt[-30:])} at the prompt's end and "
-                f"{excerpt(text[-60:])} with the answer. Give the tokenizer another chat_template."
+                f"{excerpt(text[-60:])} with the answer. {self._advice}"
             )
         lead, found, after = text[len(prompt) :].partition(_PROBE)
         if not found:
             raise ModelError(
                 f"{self._name} must write an assistant's words as they are; got "
-                f"{excerpt(text[len(prompt) :])} for {_PROBE!r}. "
-                "Give the tokenizer another chat_template."
+                f"{excerpt(text[len(prompt) :])} for {_PROBE!r}. {self._advice}"
             )
         return opening, lead, after
+
+    def _require_learnable(self) -> None:
+        """Refuse a user's own template that loses the user's words or what ends an answer."""
+        words = self.opening[-1].content
+        if words not in (prompt := self._call(self.opening, True)):
+            raise ModelError(
+                f"{self._name} must write the user's words as they are; got {excerpt(prompt)} for "
+                f"{words!r}. {self._advice}"
+            )
+        if not self.terminator and self._beyond.strip():
+            raise ModelError(
+                f"{self._name} must end an answer with a control token, which training learns; got "
+                f"{excerpt(self._beyond)}, which is plain text to tokenizer "
+                f"{self._tokenizer.name_or_path!r}. Write {{{{ eos_token }}}} there, or add the "
+                "token to the tokenizer and the model."
+            )
 
     def _render(self, messages: tuple[Message, ...], prompt: bool, where: str) -> str:
         try:

@@ -32,18 +32,20 @@ _TRIED = 8
 """Turns of the longest trial conversation."""
 
 
-def require_bounded(source: str, name: str) -> None:
+def require_bounded(
+    source: str, name: str, advice: str = "Give the tokenizer another chat_template."
+) -> None:
     """Try a template in a process with limits.
 
     Args:
-        name: the template's, for the error.
+        name, advice: the template's, for the error.
     Raises:
         ModelError: it takes more than 10 s of CPU time or 1 GiB.
     """
     if reason := _excess(source):
         raise ModelError(
             f"{name} must render a short conversation within {_CPU_SECONDS} s and "
-            f"{_MEMORY_BYTES >> 20} MiB; got {reason}. Give the tokenizer another chat_template."
+            f"{_MEMORY_BYTES >> 20} MiB; got {reason}. {advice}"
         )
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandem.config.engine import EngineSettings
+from tandem.data.own_template import put_template, read_template
 from tandem.data.render import Renderer
 from tandem.devices import resolve_device
 from tandem.engine.checks import check_policy, check_same_start
@@ -32,6 +33,7 @@ from tandem.engine.learner import Learner
 from tandem.engine.module_scorer import any_scorer
 from tandem.engine.placement import Base, Model, Placement
 from tandem.engine.rollouts import generating, rollout_of
+from tandem.engine.scoring import scorer_tokenizer
 from tandem.errors import ConfigError, ModelError
 from tandem.generation.following import Following
 from tandem.generation.generator import Stops
@@ -319,8 +321,12 @@ class RLHFEngine:
         return self.scorer.raw(rollout, self.renderer)
 
     def _tokenizer_of(self, model: Any, argument: str) -> PreTrainedTokenizerBase:
+        if isinstance(model, str) and argument == "reward_tokenizer":
+            return scorer_tokenizer(model, self.settings)
         if isinstance(model, str):
-            return load_tokenizer(model, trust_remote_code=self.settings.trust_remote_code)
+            found = load_tokenizer(model, trust_remote_code=self.settings.trust_remote_code)
+            put_template(found, read_template(self.settings.chat_template))
+            return found
         raise ModelError(
             f"RLHFEngine must get {argument} beside a model given as a module; got none. "
             f"Pass {argument}=."

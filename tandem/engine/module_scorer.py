@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tandem.data.own_template import put_template, read_template
 from tandem.data.render import Renderer
 from tandem.engine.placement import Base, Model, Placement
 from tandem.engine.scoring import FurtherScorer, RewardScorer, further_scorers, place_scorer
@@ -56,7 +58,12 @@ def any_scorer(
             f"got {named}. Give it as --reward-model."
         )
     if isinstance(source, nn.Module) and not isinstance(source, PreTrainedModel):
-        renderer = Renderer(tokenizer) if tokenizer is not None else policy
+        renderer = policy
+        if tokenizer is not None:
+            tokenizer = copy.copy(tokenizer)
+            own = read_template(placement.settings.chat_template)
+            put_template(tokenizer, own, unless_its_own=True)
+            renderer = Renderer(tokenizer)
         max_tokens = placement.settings.micro_batch_tokens
         return ModuleScorer(
             source,

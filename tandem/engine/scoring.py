@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tandem.config.engine import EngineSettings
+from tandem.data.own_template import put_template, read_template
 from tandem.data.render import Renderer
 from tandem.engine.forward import scored, sequence_scores
 from tandem.engine.placement import Base, Model, Placement
@@ -61,8 +63,8 @@ class RewardScorer:
         if not readers:
             return ""
         return (
-            f"{' and '.join(readers)}: another tokenizer than the policy's, so answers are scored "
-            "as text"
+            f"{' and '.join(readers)}: another tokenizer or chat template than the policy's, so "
+            "answers are scored as text"
         )
 
     def raw(self, rollout: Rollout, policy_renderer: Renderer) -> Tensor:
@@ -127,17 +129,23 @@ def place_scorer(
 
 def further_scorers(placement: Placement) -> list[FurtherScorer]:
     """The reward models that the run's settings name beside the first."""
-    remote = placement.settings.trust_remote_code
+    settings = placement.settings
     return [
         FurtherScorer(
             other.label,
             other.weight,
-            _placed(
-                placement, other.source, load_tokenizer(other.source, trust_remote_code=remote)
-            ),
+            _placed(placement, other.source, scorer_tokenizer(other.source, settings)),
         )
-        for other in placement.settings.further_rewards
+        for other in settings.further_rewards
     ]
+
+
+def scorer_tokenizer(source: str, settings: EngineSettings) -> PreTrainedTokenizerBase:
+    """The tokenizer of a finished reward model. It keeps its own chat template, which the model was
+    trained with, and gets the run's if it has none."""
+    tokenizer = load_tokenizer(source, trust_remote_code=settings.trust_remote_code)
+    put_template(tokenizer, read_template(settings.chat_template), unless_its_own=True)
+    return tokenizer
 
 
 def _placed(

@@ -15,6 +15,7 @@ from typing import Any
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.stages import Stage, in_order
 from tandem.data.dataset import Dataset, load_data, load_text
+from tandem.data.own_template import read_template
 from tandem.data.sampled import sampled
 from tandem.plan.prompt_frame import Count, PromptFrame
 from tandem.predict.rows import Rows, rows_of
@@ -35,10 +36,11 @@ def rows_by_stage(config: RunConfig, model: str) -> dict[str, Rows]:
         DataError, ConfigError: the data cannot be read.
     """
     stages = in_order(config.stages)
+    own = read_template(config.dataset.chat_template)
     if not config.data and not config.sft_data:
         return {stage.name: longest_rows(config, stage) for stage in stages}
     count, before, how = _counter(model)
-    frame = PromptFrame(Path(model).expanduser(), count, before)
+    frame = PromptFrame(Path(model).expanduser(), count, before, own)
     read, every = sampled((*config.data, *config.sft_data, *config.eval_data))
     data = load_data(
         config.dataset, config.data, config.sft_data, config.eval_data, seed=config.seed,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.data.default_template import DEFAULT_TEMPLATE
+from tandem.data.own_template import OwnTemplate, read_template, settings_in, template_in
 from tandem.data.template_limits import deadline, require_bounded, sandbox
 from tandem.errors import ModelError
 from tandem.types import Message
@@ -20,27 +19,32 @@ _FRAME_TOKENS = 4
 class PromptFrame:
     """A prompt's tokens as a run would render it.
 
-    The template is the model's, or the one that Tandem gives a tokenizer without. Where it cannot
-    be rendered, a few tokens per turn stand for it.
+    The template is the run's own, else the model's, else the one that Tandem gives a tokenizer
+    without. Where it cannot be rendered, a few tokens per turn stand for it.
     """
 
-    def __init__(self, folder: Path, count: Count, before: int | None) -> None:
+    def __init__(
+        self, folder: Path, count: Count, before: int | None, own: OwnTemplate | None = None
+    ) -> None:
         """
         Args:
             folder: the model's; it need not exist.
             count: tokens of a text.
             before: tokens that the model's tokenizer puts before a text (its BOS); None: `count` is
                 not by that tokenizer, and a template's words are no measure.
+            own: the run's own template.
         """
         self._count = count
         self._before = 0
         self._special: dict[str, str] = {}
         self._template: Any = None
         if before is not None:
-            settings = _settings(folder)
-            source = _source(folder, settings)
-            if not source:
-                source, self._before = DEFAULT_TEMPLATE.replace("PREFIX", "''"), before
+            settings = settings_in(folder / "tokenizer_config.json")
+            source = template_in(folder, settings)
+            if own is None and not source:
+                own = read_template("default")
+            if own is not None:
+                source, self._before = own.filled(""), before if own.built_in else 0
             self._special = _special_tokens(settings)
             self._template = _compiled(source)
 
@@ -70,27 +74,6 @@ def _compiled(source: str) -> Any:
         return None
     except Exception:  # jinja's; the run says what is wrong with it
         return None
-
-
-def _settings(folder: Path) -> Mapping[str, Any]:
-    """What tokenizer_config.json says; nothing if there is none."""
-    try:
-        found = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _source(folder: Path, settings: Mapping[str, Any]) -> str:
-    """The model's own template; "" if it has none."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text("utf-8", errors="replace")
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several by name
-        named = {entry.get("name"): entry.get("template") for entry in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else ""
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from os.path import expanduser
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tandem.config.load import load_config
 from tandem.config.schema import SamplingConfig
 from tandem.config.spellings import listed
 from tandem.config.stages import latest_first, policy_folders
+from tandem.data.own_template import kept_with, put_template, read_template
 from tandem.data.render import Renderer
 from tandem.errors import ModelError, TandemError
 from tandem.generation.detokenizer import AnswerText
@@ -54,6 +56,11 @@ class Conversation:
 
     def __post_init__(self) -> None:
         self._memory = Turns(self.model, Stops.of(self.renderer))
+
+    @cached_property
+    def goes_on(self) -> bool:
+        """Whether the template takes more than one prompt and its answer."""
+        return self.renderer.takes_more_turns
 
     def answer(self) -> Iterator[str]:
         """Stream an answer to the last turn, and keep it as the next turn, also if interrupted.
@@ -173,6 +180,9 @@ def chat(
     for folder in model_folders(source):
         verify_beside(folder)
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+    if which == "base":
+        dataset = kept_with(load_config(Path(path) / "config.yaml").dataset, Path(path))
+        put_template(tokenizer, read_template(dataset.chat_template))
     place = Place.of(device, dtype)
     chosen = place.dtype_of(source, trust_remote_code=trust_remote_code)
     model = load_causal_lm(source, dtype=chosen, trust_remote_code=trust_remote_code)
@@ -187,7 +197,8 @@ def chat(
     others = [name for name, place in _models_of(path).items() if place != source]
     choice = f" (other models: --model {listed([*others, 'base'])})" if others else ""
     write(f"talking to {visible(source)}{choice}. /help lists the commands, /quit quits.\n")
-    for note in [*([] if which else _notes_of(path)), _note_on_length(talk)]:
+    notes = [*([] if which else _notes_of(path)), _note_on_turns(talk), _note_on_length(talk)]
+    for note in notes:
         write(note)
     while True:
         try:
@@ -243,6 +254,8 @@ def _turn(talk: Conversation, line: str, write: Callable[[str], None]) -> None:
     elif name.startswith("/"):
         write(f"{visible(name)} is not a command; /help lists them.\n")
     else:
+        if not talk.goes_on:
+            talk.turns.clear()
         talk.turns.append(Message("user", line))
         _print_line(talk, write)
 
@@ -271,6 +284,13 @@ def _print_line(talk: Conversation, write: Callable[[str], None]) -> None:
             pass
         start = "" if label else "\n"
         write(f"{start}not answered: {visible(str(error))}\n")
+
+
+def _note_on_turns(talk: Conversation) -> str:
+    """A line if every message begins a conversation; "" if they make one."""
+    if talk.goes_on:
+        return ""
+    return "note: the model's chat template takes one prompt: every message begins anew.\n"
 
 
 def _note_on_length(talk: Conversation) -> str:

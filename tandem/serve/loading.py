@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tandem.checkpoint.beside import verify_beside
 from tandem.checkpoint.state import SavedState, load_state_before
 from tandem.config.schema import RunConfig
+from tandem.data.own_template import put_template, read_template
 from tandem.data.render import IN_MEMORY, Renderer
 from tandem.errors import CheckpointError, ModelError
 from tandem.generation.generator import max_positions, vocabulary_size
@@ -26,7 +27,7 @@ from tandem.models.lora import add_lora
 from tandem.models.scalar import load_scalar_model
 from tandem.models.source import Located, load_config, positions_in, whole_model
 from tandem.serve.place import Place, put
-from tandem.serve.sources import ModelSource
+from tandem.serve.sources import BASE, ModelSource
 from tandem.serve.token_bytes import TokenBytes
 
 
@@ -114,13 +115,16 @@ def load_policy(
     """A policy with its weights.
 
     Args:
-        config: of the run, for a stage that is not finished.
+        config: of the run, for a stage that is not finished and for what the run started from,
+            whose tokenizers have not been saved with the run's chat template.
     Raises:
         ModelError, CheckpointError: it cannot be used.
     """
     version = source.version()
     _verify(source, settings)
     tokenizer = load_tokenizer(_tokenizer_of(source), trust_remote_code=settings.trust_remote_code)
+    if config is not None and (source.checkpoints is not None or source.name == BASE):
+        put_template(tokenizer, read_template(config.dataset.chat_template))
     dtype = settings.dtype_of(source)
     model = _policy_weights(source, dtype, settings)
     step = 0

@@ -18,10 +18,9 @@ from tandem.config.scoring import weighted_models
 from tandem.config.stages import of_family, policy_folders, rl_stage
 from tandem.engine.module_scorer import any_scorer
 from tandem.engine.rollouts import rollout_of
-from tandem.engine.scoring import RewardScorer, place_scorer
+from tandem.engine.scoring import RewardScorer, place_scorer, scorer_tokenizer
 from tandem.generation.generator import Stops
 from tandem.metrics.folder import EVALUATION_FILE, finished_stages
-from tandem.models.load import load_tokenizer
 from tandem.rewards.scoring import RewardFunctions
 from tandem.training.calibration import reliability
 from tandem.training.evaluate import (
@@ -188,5 +187,4 @@ def _scorer(run: Run, rows: StepRows) -> RewardScorer | None:
         return None
     if rl and rl_section(run.config).reward_model_weight == 0:
         return None
-    tokenizer = load_tokenizer(source, trust_remote_code=run.config.trust_remote_code)
-    return place_scorer(run.placement, source, tokenizer)
+    return place_scorer(run.placement, source, scorer_tokenizer(source, run.settings))

@@ -23,6 +23,7 @@ from tandem.text import visible, visible_lines
 from tandem.training.best_of_n import frontier_table, measure_best_of
 from tandem.training.calibration import reliability_table
 from tandem.training.compare import compare
+from tandem.training.own_templates import with_kept_template
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import tokenizer_sources
 from tandem.training.stage_data import prepare_rows
@@ -41,7 +42,8 @@ def evaluate_run(path: str, num_prompts: int, best_of: int = 0) -> dict[str, Any
     folder = Path(path)
     if not (folder / "config.yaml").exists():
         raise CheckpointError(f"{path} must be a run's folder (with config.yaml); it is not.")
-    config = replace(load_config(folder / "config.yaml"), output_dir=path)
+    config = with_kept_template(load_config(folder / "config.yaml"), folder)
+    config = replace(config, output_dir=path)
     if num_prompts:
         section: Any = replace(rl_section(config), eval_prompts=num_prompts)
         config = replace(config, **{rl_stage(config.stages).section: section})

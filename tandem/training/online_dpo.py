@@ -79,6 +79,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     engine = RLHFEngine(
         run.settings,
         run.policy_source("online-dpo"),
+        tokenizer=rows.tokenizer,
         reward_model=reward_source(run, "online-dpo"),
         reward_tokenizer=run.reward_module.tokenizer if run.reward_module else None,
         has_critic=False,

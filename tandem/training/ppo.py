@@ -157,6 +157,7 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
     engine = RLHFEngine(
         run.settings,
         run.policy_source(stage),
+        tokenizer=rows.tokenizer,
         reward_model=reward_source(run, stage),
         reward_tokenizer=run.reward_module.tokenizer if run.reward_module else None,
         has_critic=rl.has_critic,

@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -22,6 +23,7 @@ from tandem.config.schema import RunConfig, rl_section
 from tandem.config.scoring import weighted_models
 from tandem.config.spellings import RENAMED
 from tandem.config.stages import stage_of
+from tandem.data.own_template import digest_of, read_template
 from tandem.errors import CheckpointError
 from tandem.files import at_once, sha256, sha256_once
 from tandem.models.checkpoint_ref import model_files, model_folders
@@ -45,9 +47,12 @@ _SHARED = (
 )
 # Knobs that name a model.
 _GIVEN = ("actor_model", "reward_model")
-# What later stages build on: rows that are theirs or held out, and in what form weights are left.
+# The template of conversations; where its file lies does not matter.
+_TEMPLATE = ("dataset.chat_template", "the chat template")
+# What later stages build on: rows that are theirs or held out, how they are rendered, and in what
+# form weights are left.
 _BUILT_ON = (
-    *("seed", "dataset.heldout", "the rows of eval_data"),
+    *("seed", "dataset.heldout", "the rows of eval_data", *_TEMPLATE),
     *("parallel.frozen_weights", "parallel.shared_base"),
 )
 # These change metrics on the way, never the trained model.
@@ -73,6 +78,11 @@ class Identity:
         self.fingerprints: dict[str, list[str]] = {}
         self.in_memory: dict[str, str] = {}
         self._digests: dict[str, dict[str, str]] = {}
+
+    @cached_property
+    def _template(self) -> str:
+        """The digest of the run's own chat template, as it was at first."""
+        return digest_of(read_template(self.config.dataset.chat_template))
 
     def note_rows(self, digests: Sequence[str]) -> None:
         """Keep the fingerprints of the data sets, in the order in which they are read."""
@@ -107,6 +117,8 @@ class Identity:
                 made_from[f"the {name} stage"] = {n: entry.sha256 for n, entry in entries.items()}
             else:
                 given.add(stage_of(name).given)
+        if self._template:
+            made_from[_TEMPLATE[1]] = {"its text": self._template}
         for knob in sorted(given):
             made_from[knob] = knob_value(self.config, knob)
             made_from[f"the files of {knob}"] = self.files_of(knob)
@@ -228,6 +240,7 @@ class Identity:
             and not (name.startswith("the rows of") and name not in now)
             # A model may lie elsewhere now: its files say whether it is another.
             and not (name in _GIVEN and _is_alike(before, now, f"the files of {name}"))
+            and not (name == _TEMPLATE[0] and _is_alike(before, now, _TEMPLATE[1]))
         ]
 
 

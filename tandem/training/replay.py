@@ -21,6 +21,7 @@ from tandem.data.tokenview import TokenPieces
 from tandem.errors import CheckpointError, ConfigError
 from tandem.metrics.log import Record, read_metrics
 from tandem.training.flight_recorder import Recorded
+from tandem.training.own_templates import with_kept_template
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import prepared, tokenizer_sources
 from tandem.training.stage_data import prepare_rows
@@ -50,7 +51,8 @@ def replay(folder: str, step: int, *, stage: str = "", rows: int = 3) -> int:
     path = Path(folder) / "config.yaml"
     if not path.is_file():
         raise CheckpointError(f"{folder} must be a run's folder (with config.yaml); it is not.")
-    config = replace(load_config(path), output_dir=folder)
+    config = with_kept_template(load_config(path), Path(folder))
+    config = replace(config, output_dir=folder)
     recorded = {record.stage: record for record in read_metrics(folder) if record.step == step}
     stages = [stage] if stage else [name for name in config.stages if name in recorded][-1:]
     if step < 1 or not stages or stages[0] not in config.stages:

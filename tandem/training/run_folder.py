@@ -49,6 +49,7 @@ from tandem.training.callbacks import Callback
 from tandem.training.lineage import FACT, lineage_of
 from tandem.training.model_card import write_cards
 from tandem.training.own_folder import CHECKPOINTS, COMMAND_FILE, require_run_folder
+from tandem.training.own_templates import keep_template
 from tandem.training.provenance import Identity, environment, origin
 from tandem.training.signals import StopSignals
 from tandem.training.stage_data import StepRows
@@ -145,6 +146,7 @@ class Run:
                 )
             with (self.path / COMMAND_FILE).open("a", encoding="utf-8") as file:
                 file.write(command + "\n")
+            keep_template(self.config)
             if self.world.is_first:
                 replace_file(self.path / "config.yaml", dump_config(self.config).encode())
                 self.write_json("environment.json", environment())

@@ -49,6 +49,7 @@ from tandem.training.callbacks import Callback, CallbackStop
 from tandem.training.compare import compare, is_compared
 from tandem.training.forecast import Forecast
 from tandem.training.given import GivenModel, Rows, digest_of_module, with_given
+from tandem.training.own_templates import settle_template
 from tandem.training.planned_steps import planned_steps
 from tandem.training.policy_functions import check_policy_functions
 from tandem.training.preflight import (
@@ -125,6 +126,7 @@ def train(
         reward_tokenizer=reward_tokenizer,
     )
     config, said = settle_shares(config, world)
+    config, of_template = settle_template(config, world)
     run = Run(config, print_line, world)
     run.callbacks = tuple(callbacks)
     if module is not None:
@@ -132,7 +134,7 @@ def train(
     again = _again(run)
     with run.stops, closing(run):
         try:
-            _train(run, command or again, said)
+            _train(run, command or again, [line for line in (said, of_template) if line])
         except CallbackStop as stop:
             run.stopped = str(stop)
             run.print_line(f"stopped: {stop}. The same call continues; finished stages are kept.")
@@ -179,16 +181,16 @@ def _unfinished(run: Run) -> list[str]:
     return [stage for stage in run.config.stages if stage not in there]
 
 
-def _train(run: Run, command: str, of_shares: str) -> None:
-    """`of_shares`: a line on how rows are split; empty: none."""
+def _train(run: Run, command: str, settled: Sequence[str]) -> None:
+    """`settled`: lines on what the run's folder has decided."""
     config, print_line = run.config, run.print_line
     if line := described(run.path, run.world):
         print_line(line)
     run.bring_finished()
     _unfinished(run)  # before anything is read: refuses stages that were made otherwise
     _check_inputs(run)
-    if of_shares:
-        print_line(of_shares)
+    for line in settled:
+        print_line(line)
     _, switched_off = zero_plus_plus(run.settings, run.world)
     if switched_off:
         print_line(f"ZeRO++: {switched_off}")
@@ -339,4 +341,7 @@ def tokenizer_sources(run: Run) -> tuple[str, str]:
     if not has_policy(run):  # the reward model's stage alone: its own tokenizer
         return run.config.reward_model, run.config.reward_model
     policy = run.config.actor_model or run.policy_source()
-    return policy, run.config.reward_model or policy
+    reward = run.config.reward_model
+    if reward and not leaving(run.config.stages, "reward model"):  # a stage may have trained it
+        reward = run.trained("reward model") or reward
+    return policy, reward or policy

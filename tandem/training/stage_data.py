@@ -12,11 +12,12 @@ from typing import Any, Generic, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from tandem.config.schema import RunConfig, rl_section
-from tandem.config.stages import Stage, in_order
+from tandem.config.stages import Stage, in_order, leaving
 from tandem.data.dataset import Dataset, load_data, load_text
 from tandem.data.ledger import Ledger
 from tandem.data.length import Fitted, fit, fit_labelled, fit_pair, fit_prompt, fit_ranked
 from tandem.data.loader import permutation
+from tandem.data.own_template import OwnTemplate, put_template, read_template
 from tandem.data.render import Renderer
 from tandem.data.side_by_side import RendersRows, side_by_side
 from tandem.data.spelled import note_spelled
@@ -81,11 +82,22 @@ class StepRows:
 
 
 def load_renderer(
-    source: str, *, trust_remote_code: bool
+    source: str,
+    *,
+    trust_remote_code: bool,
+    own: OwnTemplate | None = None,
+    unless_its_own: bool = False,
 ) -> tuple[PreTrainedTokenizerBase, Renderer]:
-    """A model's tokenizer, and a renderer with the model's own EOS tokens."""
+    """A model's tokenizer, and a renderer with the model's own EOS tokens.
+
+    Args:
+        own: the template to give the tokenizer; with `unless_its_own` only if it has none.
+    """
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
-    return tokenizer, Renderer(tokenizer, load_stop_ids(source))
+    if unless_its_own and tokenizer.chat_template:
+        own = None
+    put_template(tokenizer, own)
+    return tokenizer, Renderer(tokenizer, load_stop_ids(source), own)
 
 
 @collected_seldom()
@@ -98,9 +110,11 @@ def prepare_rows(config: RunConfig, policy: str, reward: str, *, shuffle: bool =
     Raises:
         DataError: a file or row cannot be used, and the configuration makes that an error.
     """
-    tokenizer, renderer = load_renderer(policy, trust_remote_code=config.trust_remote_code)
+    own, remote = read_template(config.dataset.chat_template), config.trust_remote_code
+    tokenizer, renderer = load_renderer(policy, trust_remote_code=remote, own=own)
+    is_finished = reward != policy and not leaving(config.stages, "reward model")
     reward_tokenizer, reward_renderer = load_renderer(
-        reward, trust_remote_code=config.trust_remote_code
+        reward, trust_remote_code=remote, own=own, unless_its_own=is_finished
     )
     data = load_data(
         config.dataset,

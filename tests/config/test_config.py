@@ -285,6 +285,7 @@ PATHS = {
     "data": "~/a.jsonl:2::prompt=q",
     "sft_data": "~/b.jsonl",
     "eval_data": "~/d.jsonl",
+    "dataset.chat_template": "~/chatml.jinja",
     "output_dir": "~/runs/x",
     "ppo.reward_function": "~/rewards.py:score",
     "ppo.loss_function": "~/mine.py:gated?negative=1.1",

@@ -99,6 +99,8 @@ def refused(flags: str, command: str = "train") -> str:
          "--grpo.actor.learning-rate"),
         ("ppo", "--actor_rollout_ref.actor.optim.lr 1e-6", "ppo.actor.learning_rate", 1e-6, "--pp"),
         ("grpo", "--trainer.test_freq 7", "grpo.eval_every", 7, "--grpo.eval-every"),
+        ("sft", "--chat_template_path t.jinja", "dataset.chat_template", "t.jinja",
+         "--chat_template_path is read as --dataset.chat-template"),
         ("train", "--ppo.kl_target 6", "ppo.kl_coef_target", 6.0, "is now --ppo.kl-coef-target"),
     ],
 )  # fmt: skip
@@ -120,6 +122,7 @@ def test_a_flag_with_the_same_meaning_is_read_with_one_note(
         ({"sft": {"num_train_epochs": 3}}, "sft.epochs", 3.0, "sft.num_train_epochs is read as"),
         ({"ppo": {"critic": {"warmup_ratio": 0.5}}}, "ppo.critic.warmup", 0.5, "ppo.critic.warmup"),
         ({"dpo": {"lr_scheduler_type": "constant"}}, "dpo.schedule", "constant", "not at 0"),
+        ({"chat_template": "none"}, "dataset.chat_template", "none", "a folder with one, default"),
         ({"target_kl": 0.5}, "ppo.early_stop_kl", 0.5, "target_kl is read as ppo.early_stop_kl"),
     ],
 )  # fmt: skip
@@ -166,7 +169,9 @@ def test_a_key_with_the_same_meaning_is_read_with_one_note(
         ("grpo", "trainer.nnodes=2", "'trainer.nnodes=2' belongs to no flag. Use --num-nodes on t"),
         ("grpo", "grpo.steps=2", "'grpo.steps=2' belongs to no flag. Write --grpo.steps=2"),
         ("grpo", "x=2", "'x=2' belongs to no flag"),
-        ("sft", "--template llama3", "sft. The tokenizer's own chat template is used; remove it"),
+        ("sft", "--template llama3", "Use --chat-template: a Jinja file; without it the tokenize"),
+        ("grpo", "--apply_chat_template", "Use --chat-template: on is the default, off is none"),
+        ("dpo", "--dataset_train_split s", "Use --data: behind the name, as in NAME@/SPLIT or NA"),
         ("sft", "--dataset d.json", "Use --data: files or hub names; a dataset_info.json is not r"),
         ("grpo", "--remote_rm_url f.py", "Use --reward-function: a Python function, as file.py:n"),
         ("train", "--no-num-generations", "Did you mean --sampling.samples-per-prompt?"),
@@ -230,7 +235,7 @@ def test_another_trainers_file_is_read_and_answered_as_its_flags_are(tmp_path: P
         "stage is not a knob. The command is the stage: tandem sft",
         "finetuning_type is not a knob. Use lora.rank: above 0 is lora, 0 is full",
         "dataset must be a mapping of knobs; got 'alpaca'. Use data: files or hub names",
-        "template is not a knob. The tokenizer's own",
+        "template is not a knob. Use dataset.chat_template: a Jinja file",
         "bf16 is not a knob. Use dtype",
     ):
         assert part in said

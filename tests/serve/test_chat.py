@@ -70,6 +70,23 @@ def test_commands(model: str, tmp_path: Path) -> None:
     assert [m["role"] for m in row["messages"]] == ["system", "user", "assistant"]
 
 
+def test_a_template_of_one_prompt_begins_every_message_anew(model: str, tmp_path: Path) -> None:
+    from tandem.data.own_template import put_template, read_template
+    from tandem.models.load import load_tokenizer
+
+    folder = tmp_path / "plain"
+    shutil.copytree(model, folder)
+    tokenizer = load_tokenizer(model)
+    put_template(tokenizer, read_template("none"))
+    tokenizer.save_pretrained(folder)
+    file = tmp_path / "rows.jsonl"
+    out = talk(str(folder), "hello", "again", f"/save {file}")
+    assert "takes one prompt: every message begins anew." in out
+    assert out.count("assistant> ") == 2
+    assert [m["content"] for m in json.loads(file.read_text())["messages"]][:1] == ["again"]
+    assert "begins anew" not in talk(model)
+
+
 def test_text_cannot_act_on_the_terminal(model: str) -> None:
     out = talk(model, "/\x1b[2J", "\x1b]0;title\x07 hello")
     assert "\x1b" not in out
