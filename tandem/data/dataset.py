@@ -12,7 +12,14 @@ from tandem.data.ledger import DatasetLedger, Ledger
 from tandem.data.rows import BadRow, RowProblem
 from tandem.data.sampled import Read
 from tandem.data.shapes import Shaped, to_sample
-from tandem.data.sources import DataSpec, files_left, parse_columns, parse_spec, read_rows
+from tandem.data.sources import (
+    DataSpec,
+    declared_but_mixed,
+    files_left,
+    parse_columns,
+    parse_spec,
+    read_rows,
+)
 from tandem.data.split import (
     DEFAULT_SHARES,
     SHARES,
@@ -194,6 +201,10 @@ def read_all(
         if left := files_left(spec):
             shown = ", ".join(map(visible, left[:3])) + ", ..." * (len(left) > 3)
             account.notes[f"files of other splits than train, not read ({shown})"] = len(left)
+        if mixed := declared_but_mixed(spec):
+            example = f"{spec.path}@{mixed[0]}"
+            note = f"configurations of one folder, all read (one alone: {visible(example)})"
+            account.notes[note] = len(mixed)
         digest = hashlib.sha256()
         for shaped in _samples(spec, config, columns, account, found, read):
             account.shapes[shaped.shape] += 1

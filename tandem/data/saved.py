@@ -3,7 +3,6 @@ on the hub."""
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,10 +16,14 @@ from tandem.text import first_line, visible
 from tandem.types import Source
 
 _FORMAT_NAMES = {"csv", "json", "parquet", "text", "arrow", "pandas", "imagefolder"}
-_NO_CONFIGURATION = re.compile(r"Config name is missing|BuilderConfig .* not found|for config '")
-"""What the package says where a configuration must be named, or is not there. It has no class of
-errors for them."""
-_LISTED = re.compile(r"\[[^\[\]]*\]")
+_NO_CONFIGURATION = re.compile(
+    r"Config name is missing|BuilderConfig .* not found|for config '|configurations in the cache"
+)
+"""What the package says where a configuration must be named, or is not there (the latter two: in
+its cache, without a network). It has no class of errors for them."""
+_LISTED = re.compile(r"\[([^\[\]]*)\]|configurations in the cache: ([^\n]*)")
+_UNNAMED = re.compile(r"default-[0-9a-f]{16}")
+"""What a folder of a data set is called in the cache."""
 
 
 def rows_through_datasets(name: str, part: Part, folder: Path | None) -> Rows:
@@ -86,13 +89,11 @@ def _configured(datasets: Any, part: Part, source: str) -> Any:
 
 
 def _listed(error: Exception) -> list[str]:
-    """The names that an error lists, as Python would print them; empty where it lists none."""
+    """The names that an error lists, with or without quotes; empty where it lists none."""
     found = _LISTED.search(str(error))
-    try:
-        names = ast.literal_eval(found[0]) if found else []
-    except (SyntaxError, ValueError):
-        return []
-    return [name for name in names if isinstance(name, str)]
+    names = (found[1] or found[2] or "").split(", ") if found else []
+    names = [name.strip(" '\"") for name in names]
+    return [name for name in names if name and not _UNNAMED.fullmatch(name)]
 
 
 def _convertible(rows: Any, name: str, part: Part, is_saved: bool) -> Rows:

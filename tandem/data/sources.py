@@ -172,13 +172,13 @@ def read_rows(spec: DataSpec, *, on_blank: OnBlank = lambda: None) -> Iterator[R
     Raises:
         DataError: it does not exist, has an unknown format or no rows, or is damaged.
     """
-    part = _inside(part_of(spec.path))
-    path = _local(part.base)
+    part = part_of(spec.path)
+    path, is_declared = _place(part)
     if part.base == EMBEDDED:
         rows = _embedded(spec)
     elif part.base.startswith(gym.PREFIX):
         rows = _generated(spec)
-    elif _is_saved_dataset(path) or (path.is_dir() and _is_declared(part, path)):
+    elif is_declared or _is_saved_dataset(path):
         rows = rows_through_datasets(spec.name, part, path)
     elif path.is_dir():
         rows = _folder(path, part, spec.name, on_blank)
@@ -197,33 +197,32 @@ def read_rows(spec: DataSpec, *, on_blank: OnBlank = lambda: None) -> Iterator[R
         )
 
 
-def _inside(part: Part) -> Part:
-    """Of a configuration that is a folder of a local folder, that one.
+def _place(part: Part) -> tuple[Path, bool]:
+    """Where a local data set is, or the folder of it that is the configuration; and whether its
+    card declares what `part` names.
 
     Raises:
         DataError: there is neither, or the data set cannot have parts.
     """
     path = _local(part.base)
     if part.is_whole or not (path.exists() or part.base == EMBEDDED):
-        return part
+        return path, False
     if part.base == EMBEDDED or not path.is_dir():
+        found = "the built-in one" if part.base == EMBEDDED else "a file"
         raise DataError(
             f"data set {visible(part.text)} must be a folder or a hub name, which may have "
-            f"configurations and splits; got a {'name' if part.base == EMBEDDED else 'file'} "
-            f"without. Write {visible(part.base)}."
+            f"configurations and splits; got {found}. Write {visible(part.base)}."
         )
-    if not part.config or _is_declared(part, path):
-        return part
-    if not _local(str(path / part.config)).is_dir():
+    known = declared(path)
+    if not part.config:
+        return path, bool(known)
+    if part.config in known:
+        return path, True
+    inside = _local(str(path / part.config))
+    if not inside.is_dir():
         folders = sorted(p.name for p in path.iterdir() if p.is_dir() and p.name[0] != ".")
-        raise unknown(part, "configuration", part.config, [*declared(path), *folders])
-    return Part(str(path / part.config), "", part.split, part.text)
-
-
-def _is_declared(part: Part, folder: Path) -> bool:
-    """Whether the folder's card declares what the part names."""
-    found = declared(folder)
-    return part.config in found if part.config else bool(part.split and found)
+        raise unknown(part, "configuration", part.config, [*known, *folders])
+    return inside, False
 
 
 def _require_hub_name(part: Part, path: Path) -> None:
@@ -302,15 +301,28 @@ def files_left(spec: DataSpec) -> list[str]:
     measure on, beside one to train on.
 
     Raises:
-        DataError: no folder can have that name.
+        DataError: as `read_rows`, of a name that leads nowhere.
     """
-    part = _inside(part_of(spec.path))
-    path = _local(part.base)
-    if part.split or part.base == EMBEDDED or not path.is_dir() or _is_saved_dataset(path):
+    part = part_of(spec.path)
+    path, is_declared = _place(part)
+    if part.split or is_declared or part.base == EMBEDDED or not path.is_dir():
         return []
-    if _is_declared(part, path):
+    if _is_saved_dataset(path):
         return []
     return [str(file.relative_to(path)) for file in _data_files(path)[1]]
+
+
+def declared_but_mixed(spec: DataSpec) -> list[str]:
+    """The configurations that the card of a folder declares, where `read_rows` reads the files of
+    several.
+
+    Raises:
+        DataError: as `read_rows`, of a name that leads nowhere.
+    """
+    part = part_of(spec.path)
+    path, _ = _place(part)
+    found = declared(path) if part.is_whole and not _is_saved_dataset(path) else []
+    return found if len(found) > 1 else []
 
 
 def _folder(path: Path, part: Part, dataset: str, on_blank: OnBlank) -> Rows:

@@ -115,8 +115,9 @@ def test_a_configuration_of_a_folder_is_a_folder_in_it(tmp_path: Path) -> None:
     assert said.endswith(f"{folder}@online/train?")
     assert "splits (it has none); got 'test'" in refused(f"{folder}@online/test")
     file = f"{folder}/online/a.jsonl"
-    assert f"got a file without. Write {file}." in refused(f"{file}@main")
-    assert "got a name without. Write embedded." in refused("embedded@main")
+    assert f"got a file. Write {file}." in refused(f"{file}@main")
+    assert "got the built-in one. Write embedded." in refused("embedded@main")
+    assert refused(f"{folder}@base/dev").endswith(f"Write e.g. {folder}@base/train.")
 
 
 def test_the_parts_that_a_local_card_declares_are_read_by_datasets(
@@ -137,6 +138,16 @@ def test_the_parts_that_a_local_card_declares_are_read_by_datasets(
     said = refused(f"{folder}@/train")
     assert "one of its configurations (main, other); got none" in said
     assert said.endswith(f"Write e.g. {folder}@main/train.")
+
+
+def test_a_folder_whose_configurations_are_all_read_says_so(tmp_path: Path) -> None:
+    folder = with_card(tmp_path / "set")
+    found = load_data(DataConfig(), [folder], seed=1, stages=("sft",))
+    (account,) = found.ledger.datasets.values()
+    assert account.notes[f"configurations of one folder, all read (one alone: {folder}@main)"] == 2
+    found = load_data(DataConfig(), [f"{folder}@b"], seed=1, stages=("sft",))
+    (account,) = found.ledger.datasets.values()
+    assert not account.notes
 
 
 def test_saved_datasets_have_splits(tmp_path: Path) -> None:
@@ -197,12 +208,24 @@ def test_a_hub_folder_is_asked_for_where_no_configuration_is(
     assert "one of its configurations (default); got 'harmles'. Write e.g. Anthropic/hh" in said
 
 
-def test_a_configuration_that_must_be_named_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(name: str) -> Any:
-        raise ValueError(
+@pytest.mark.parametrize(
+    "said",
+    [
+        (
             "Config name is missing.\nPlease pick one among the available configs: "
             "['main', 'socratic']\nExample of usage:\n\t`load_dataset('gsm8k', 'main')`"
-        )
+        ),
+        (
+            "There are multiple 'openai/gsm8k' configurations in the cache: main, socratic\n"
+            "Please specify which configuration to reload from the cache, e.g.\n\tload_dataset()"
+        ),
+    ],
+)
+def test_a_configuration_that_must_be_named_is_listed(
+    said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str) -> Any:
+        raise ValueError(said)
 
     hub(monkeypatch, load)
     assert refused("openai/gsm8k") == (
@@ -210,6 +233,19 @@ def test_a_configuration_that_must_be_named_is_listed(monkeypatch: pytest.Monkey
         "Write e.g. openai/gsm8k@main."
     )
     assert refused("openai/gsm8k@/test").endswith("Write e.g. openai/gsm8k@main/test.")
+
+
+def test_the_cache_lists_its_configurations_but_not_its_folders(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(name: str, *config: str, data_dir: str = "") -> Any:
+        raise ValueError(
+            f"Couldn't find cache for {name} for config '{config or data_dir}'\nAvailable configs "
+            "in the cache: ['default-38cb0698097394cb', 'main']"
+        )
+
+    hub(monkeypatch, load)
+    assert "one of its configurations (main); got 'mian'. Did you mean" in refused("a/b@mian")
 
 
 def test_splits_without_train_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -424,7 +424,8 @@ def test_reward_model_with_another_tokenizer_is_scored_through_text(
     run = quiet(config, lines)
     assert read_metrics(run)[-1].values["heldout_reward"] != 0
     assert (
-        "ppo: reward model: another tokenizer than the policy's, so answers are scored as text; "
+        "ppo: reward model: another tokenizer or chat template than the policy's, so "
+        "answers are scored as text; "
         "the critic starts from the policy, with a new head"
     ) in lines
     lines.clear()
