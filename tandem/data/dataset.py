@@ -198,13 +198,7 @@ def read_all(
     for number, spec in enumerate(specs):
         spec = replace(spec, name=_free_name(spec.name, ledger))
         account = ledger.open(spec.name, spec.path, spec.weight)
-        if left := files_left(spec):
-            shown = ", ".join(map(visible, left[:3])) + ", ..." * (len(left) > 3)
-            account.notes[f"files of other splits than train, not read ({shown})"] = len(left)
-        if mixed := declared_but_mixed(spec):
-            example = f"{spec.path}@{mixed[0]}"
-            note = f"configurations of one folder, all read (one alone: {visible(example)})"
-            account.notes[note] = len(mixed)
+        _note_files(spec, account)
         digest = hashlib.sha256()
         for shaped in _samples(spec, config, columns, account, found, read):
             account.shapes[shaped.shape] += 1
@@ -273,6 +267,17 @@ def assign(
             continue
         dataset.add(place, row.sample, times, runs=place in running)
     return dataset
+
+
+def _note_files(spec: DataSpec, account: DatasetLedger) -> None:
+    """Note which files of a folder are left, and what others are of."""
+    if left := files_left(spec):
+        shown = ", ".join(map(visible, left[:3])) + ", ..." * (len(left) > 3)
+        account.notes[f"files of other splits than train, not read ({shown})"] = len(left)
+    if mixed := declared_but_mixed(spec):
+        example = f"{spec.path}@{mixed[0]}"
+        note = f"configurations of one folder, all read (one alone: {visible(example)})"
+        account.notes[note] = len(mixed)
 
 
 def _samples(

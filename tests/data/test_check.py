@@ -13,7 +13,7 @@ from rich.console import Console
 from tandem.config.schema import DataConfig
 from tandem.data import render as render_room
 from tandem.data.check import check
-from tandem.errors import DataError, ModelError
+from tandem.errors import ConfigError, DataError, ModelError
 from tests.data.built_tokenizers import byte_level
 
 ROWS = [
@@ -132,6 +132,22 @@ def test_tokens_are_counted_and_coloured(tmp_path: Path, shared: Path) -> None:
     assert "\x1b[32m" in colored  # learned green
     assert "\x1b[7;32m</s>" in colored  # the stop token reversed
     assert "\x1b[2J" not in colored
+
+
+def test_rows_are_shown_in_a_template_of_ones_own(tmp_path: Path) -> None:
+    byte_level().save_pretrained(tmp_path / "tokenizer")
+    data = write(
+        tmp_path / "a.jsonl", [*ROWS, {"messages": [{"role": "user", "content": "x"}] * 2}]
+    )
+    out = io.StringIO()
+    config = DataConfig(chat_template="none")
+    options: dict[str, Any] = {"tokenizer_path": str(tmp_path / "tokenizer"), "rows": 1}
+    console = Console(file=out, width=250, no_color=True)
+    assert check(config, [data], seed=1, console=console, **options) == 1
+    assert "\nQuestion 0?a longer answer<|endoftext|>" in out.getvalue()
+    assert "rows that cannot be rendered: 1" in out.getvalue()
+    with pytest.raises(ConfigError, match=r"gone.jinja', which does not exist"):
+        check(DataConfig(chat_template="gone.jinja"), [data], seed=1, console=console)
 
 
 def test_rows_the_renderer_refuses_exit_with_1(

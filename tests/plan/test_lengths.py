@@ -22,16 +22,27 @@ CHATML = (
 
 
 @pytest.mark.parametrize(
-    ("template", "system"), [(CHATML, ""), (CHATML, "Be brief."), ("", "Be brief."), ("", "")]
+    ("template", "system", "own"),
+    [
+        (CHATML, "", ""),
+        (CHATML, "Be brief.", ""),
+        ("", "Be brief.", ""),
+        ("", "", ""),
+        (CHATML, "", "none"),
+        (CHATML, "Be brief.", "default"),
+        ("", "", "FILE"),
+    ],
 )
 def test_lengths_are_those_of_the_rows_that_a_run_trains_on(
-    template: str, system: str, tmp_path: Path
+    template: str, system: str, own: str, tmp_path: Path
 ) -> None:
     model = Path(save_tiny_model(tmp_path / "model"))
     if template:
         (model / "chat_template.jinja").write_text(template)
     data = write_preferences(tmp_path / "prefs.jsonl")
+    (tmp_path / "mine.jinja").write_text(CHATML)
     limits = {"max_tokens": 400, "max_prompt_tokens": 300, "system_prompt": system}
+    limits["chat_template"] = own.replace("FILE", str(tmp_path / "mine.jinja"))
     config = tiny_config(tmp_path / "run", str(model), data, dataset=limits)
     rows = prepare_rows(config, str(model), str(model))
     found = rows_by_stage(config, str(model))
