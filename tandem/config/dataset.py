@@ -7,6 +7,9 @@ from typing import Literal
 
 from tandem.config.knob import RL, SUPERVISED, at_home, knob
 
+TOKENIZERS_OWN = "tokenizer"
+"""The value of `chat_template` that leaves a tokenizer its own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -33,10 +36,17 @@ class DataConfig:
     of its prompt (counted; a row that would lose its whole answer is dropped), or stop."""
     system_prompt: str = knob("")
     """Added to every conversation that has no system turn."""
-    chat_template: str = knob("", common=SUPERVISED, path=True)
-    """Chat template in place of the tokenizers' own, saved with every model: a Jinja file, a folder
-    with one, `default` (Human: and Assistant:) or `none` (prompt and answer, with nothing around
-    them; docs/data.md). Empty: the tokenizer's own, or `default` if it has none."""
+    chat_template: str = knob(TOKENIZERS_OWN, common=SUPERVISED, path=True)
+    """Chat template of every model, saved with it: `tokenizer` (the tokenizer's own, or the default
+    if it has none), a Jinja file, a folder with one, `default` (Human: and Assistant:) or `none`
+    (prompt and answer, with nothing around them; docs/data.md)."""
+
+    @property
+    def own_template(self) -> str:
+        """The template in place of the tokenizers' own; "" for theirs."""
+        return "" if self.chat_template == TOKENIZERS_OWN else self.chat_template
 
     def __post_init__(self) -> None:
+        if not self.chat_template:
+            object.__setattr__(self, "chat_template", TOKENIZERS_OWN)
         at_home(self)

@@ -24,7 +24,7 @@ class EngineSettings:
     spike_sigma: `guards.spike_sigma`.
     ema_decay: of the actor's moving average; 0 keeps none.
     further_rewards: `scoring.reward_models`, read.
-    chat_template: `dataset.chat_template`.
+    chat_template: `dataset.own_template`.
     """
 
     seed: int
@@ -85,5 +85,5 @@ def engine_settings(config: RunConfig) -> EngineSettings:
         old_logprobs=section.old_logprobs,
         further_rewards=weighted_models(config.scoring.reward_models),
         recompute=config.recompute,
-        chat_template=config.dataset.chat_template,
+        chat_template=config.dataset.own_template,
     )

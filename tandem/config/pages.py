@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import difflib
+import os
 import textwrap
 from collections.abc import Iterable
 from typing import Any, NoReturn

@@ -59,7 +59,7 @@ def check(
         ModelError: the tokenizer cannot be loaded, or its chat template not be used.
     """
     console = console or Console()
-    renderer, own = None, read_template(config.chat_template)
+    renderer, own = None, read_template(config.own_template)
     if tokenizer_path:
         from tandem.data.own_template import put_template
         from tandem.data.render import Renderer

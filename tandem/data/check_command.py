@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tandem.config.dataset import TOKENIZERS_OWN, DataConfig
 from tandem.config.load import check_ranges
 from tandem.config.pages import Parser, home_path
 from tandem.config.stages import DEFAULT, stage_names
@@ -19,7 +20,6 @@ def data_command(args: Sequence[str]) -> int:
     if list(args[:1]) not in (["check"], ["--help"], ["-h"], []):
         raise ConfigError(f"tandem data has one command, check; got {args[0]!r}.")
     options = _data_parser().parse_args(args[1:] if args[:1] == ["check"] else ["--help"])
-    from tandem.config.dataset import DataConfig
     from tandem.data.check import check
 
     try:
@@ -80,8 +80,8 @@ def _data_parser() -> Parser:
     parser.flag("--rows N", "Rows to show of each data set.", 3)
     parser.section("tokens")
     parser.flag("--tokenizer PATH", tokenizer, shown="none")
-    template = "A Jinja file, a folder with one, default or none; in place of the tokenizer's."
-    parser.flag("--chat-template FILE", template, shown="the tokenizer's", type=home_path)
+    template = "tokenizer (its own), a Jinja file, a folder with one, default or none."
+    parser.flag("--chat-template FILE", template, TOKENIZERS_OWN, type=home_path)
     parser.flag("--max-tokens N", "The run's limit of a sequence.", 512)
     parser.flag("--max-prompt-tokens N", "The run's limit of a prompt.", 256)
     return parser

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.config.dataset import DataConfig
+from tandem.config.dataset import TOKENIZERS_OWN, DataConfig
 from tandem.data.default_template import DEFAULT_TEMPLATE, PLAIN_TEMPLATE
 from tandem.data.excerpt import excerpt
 from tandem.data.template_limits import sandbox
@@ -56,7 +56,7 @@ class OwnTemplate:
 
 
 def read_template(value: str) -> OwnTemplate | None:
-    """The template that a value of `dataset.chat_template` stands for; None: the tokenizer's own.
+    """The template that a value of `dataset.own_template` stands for; None for "".
 
     Raises:
         ConfigError: there is no such file, it holds no template, or one that is not jinja or does
@@ -94,7 +94,7 @@ def digest_of(own: OwnTemplate | None) -> str:
 
 def kept_with(config: DataConfig, run: Path) -> DataConfig:
     """The same with the copy in a run's folder, if that has one, in place of the file."""
-    value = config.chat_template
+    value = config.own_template
     kept = run / KEPT
     if not value or value in BUILT_IN or not kept.is_file():
         return config
@@ -157,13 +157,13 @@ def _existing(value: str) -> Path:
     else:
         advice = "Save that template as a file, and give it."
     raise ConfigError(
-        f"{KNOB} must be a file with a Jinja template, a folder with one, default or none; got "
-        f"{excerpt(value, 200)}, which does not exist. {advice}"
+        f"{KNOB} must be a file with a Jinja template, a folder with one, {TOKENIZERS_OWN}, "
+        f"{' or '.join(BUILT_IN)}; got {excerpt(value, 200)}, which does not exist. {advice}"
     )
 
 
 def _nearest(path: Path, value: str) -> str:
-    if near := get_close_matches(value, BUILT_IN, 1, cutoff=0.75):
+    if near := get_close_matches(value, [TOKENIZERS_OWN, *BUILT_IN], 1, cutoff=0.75):
         return near[0]
     try:
         here = [found.name for found in path.parent.iterdir()]

@@ -36,7 +36,7 @@ def rows_by_stage(config: RunConfig, model: str) -> dict[str, Rows]:
         DataError, ConfigError: the data cannot be read.
     """
     stages = in_order(config.stages)
-    own = read_template(config.dataset.chat_template)
+    own = read_template(config.dataset.own_template)
     if not config.data and not config.sft_data:
         return {stage.name: longest_rows(config, stage) for stage in stages}
     count, before, how = _counter(model)

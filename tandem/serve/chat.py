@@ -182,7 +182,7 @@ def chat(
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
     if which == "base":
         dataset = kept_with(load_config(Path(path) / "config.yaml").dataset, Path(path))
-        put_template(tokenizer, read_template(dataset.chat_template))
+        put_template(tokenizer, read_template(dataset.own_template))
     place = Place.of(device, dtype)
     chosen = place.dtype_of(source, trust_remote_code=trust_remote_code)
     model = load_causal_lm(source, dtype=chosen, trust_remote_code=trust_remote_code)

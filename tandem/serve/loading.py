@@ -124,7 +124,7 @@ def load_policy(
     _verify(source, settings)
     tokenizer = load_tokenizer(_tokenizer_of(source), trust_remote_code=settings.trust_remote_code)
     if config is not None and (source.checkpoints is not None or source.name == BASE):
-        put_template(tokenizer, read_template(config.dataset.chat_template))
+        put_template(tokenizer, read_template(config.dataset.own_template))
     dtype = settings.dtype_of(source)
     model = _policy_weights(source, dtype, settings)
     step = 0

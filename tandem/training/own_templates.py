@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tandem.checkpoint.folder import MANIFEST, read_manifest
 from tandem.checkpoint.state import newest_numbers
+from tandem.config.dataset import TOKENIZERS_OWN
 from tandem.config.schema import RunConfig
 from tandem.config.stages import stage_names
 from tandem.data.own_template import KEPT, KNOB, digest_of, kept_with, read_template
@@ -28,13 +29,13 @@ def settle_template(config: RunConfig, world: World) -> tuple[RunConfig, str]:
         ConfigError: what it names is no template, or another one on some ranks.
     """
     folder, line = Path(config.output_dir), ""
-    if not config.dataset.chat_template:
+    if not config.dataset.own_template:
         stage, value = world.all_gather_object(_recorded(folder))[0]
         if value:
             dataset = kept_with(replace(config.dataset, chat_template=value), folder)
             config = replace(config, dataset=dataset)
             line = f"chat template: {visible(value)}, as for {stage} of {visible(str(folder))}"
-    digests = world.all_gather_object(digest_of(read_template(config.dataset.chat_template)))
+    digests = world.all_gather_object(digest_of(read_template(config.dataset.own_template)))
     if len(set(digests)) > 1:
         raise ConfigError(
             f"{KNOB} must be the same file on every node; got other contents. Copy it from one to "
@@ -45,7 +46,7 @@ def settle_template(config: RunConfig, world: World) -> tuple[RunConfig, str]:
 
 def keep_template(config: RunConfig) -> None:
     """Copy the template's file into the run's folder."""
-    own = read_template(config.dataset.chat_template)
+    own = read_template(config.dataset.own_template)
     if own is not None and not own.built_in:
         replace_file(Path(config.output_dir) / KEPT, own.source.encode())
 
@@ -66,6 +67,6 @@ def _recorded(folder: Path) -> tuple[str, str]:
             except CheckpointError:
                 continue  # reported when the stage itself is read
         value = (facts.get("made_from") or {}).get(KNOB)
-        if isinstance(value, str) and value:
+        if isinstance(value, str) and value not in ("", TOKENIZERS_OWN):
             return stage, value
     return "", ""

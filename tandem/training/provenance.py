@@ -82,7 +82,7 @@ class Identity:
     @cached_property
     def _template(self) -> str:
         """The digest of the run's own chat template, as it was at first."""
-        return digest_of(read_template(self.config.dataset.chat_template))
+        return digest_of(read_template(self.config.dataset.own_template))
 
     def note_rows(self, digests: Sequence[str]) -> None:
         """Keep the fingerprints of the data sets, in the order in which they are read."""

@@ -110,7 +110,7 @@ def prepare_rows(config: RunConfig, policy: str, reward: str, *, shuffle: bool =
     Raises:
         DataError: a file or row cannot be used, and the configuration makes that an error.
     """
-    own, remote = read_template(config.dataset.chat_template), config.trust_remote_code
+    own, remote = read_template(config.dataset.own_template), config.trust_remote_code
     tokenizer, renderer = load_renderer(policy, trust_remote_code=remote, own=own)
     is_finished = reward != policy and not leaving(config.stages, "reward model")
     reward_tokenizer, reward_renderer = load_renderer(

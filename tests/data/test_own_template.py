@@ -209,5 +209,7 @@ def test_a_runs_copy_is_read_in_place_of_the_file(tmp_path: Path) -> None:
     assert kept_with(given, tmp_path) == given
     written(tmp_path / KEPT)
     assert kept_with(given, tmp_path).chat_template == str(tmp_path / KEPT)
-    for value in ("", "none", "default"):
+    for value in ("tokenizer", "none", "default"):
         assert kept_with(DataConfig(chat_template=value), tmp_path).chat_template == value
+    assert DataConfig(chat_template="").chat_template == "tokenizer"
+    assert DataConfig().own_template == ""
