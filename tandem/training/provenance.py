@@ -84,6 +84,10 @@ class Identity:
         """The digest of the run's own chat template, as it was at first."""
         return digest_of(read_template(self.config.dataset.own_template))
 
+    def of_template(self) -> dict[str, Any]:
+        """The text of the run's own chat template; nothing without one."""
+        return {_TEMPLATE[1]: {"its text": self._template}} if self._template else {}
+
     def note_rows(self, digests: Sequence[str]) -> None:
         """Keep the fingerprints of the data sets, in the order in which they are read."""
         left = iter(digests)
@@ -117,8 +121,7 @@ class Identity:
                 made_from[f"the {name} stage"] = {n: entry.sha256 for n, entry in entries.items()}
             else:
                 given.add(stage_of(name).given)
-        if self._template:
-            made_from[_TEMPLATE[1]] = {"its text": self._template}
+        made_from |= self.of_template()
         for knob in sorted(given):
             made_from[knob] = knob_value(self.config, knob)
             made_from[f"the files of {knob}"] = self.files_of(knob)

@@ -27,6 +27,7 @@ from tandem.config.stages import (
     rl_stage,
     stage_names,
 )
+from tandem.data.own_template import kept_with
 from tandem.errors import ConfigError, ModelError
 from tandem.text import visible
 from tandem.training.sample_rows import WRITES, Choice
@@ -42,6 +43,7 @@ _KEPT = (
     *("seed", "dtype", "trust_remote_code", "micro_batch_tokens", "hybrid_engine"),
     *("generation_batch_size", "generation_prefill_tokens", "parallel.frozen_weights"),
     *("dataset.max_prompt_tokens", "dataset.on_long_row", "dataset.system_prompt"),
+    "dataset.chat_template",
 )
 """What is taken over from a run beside `sampling` and `scoring`, where no flag says otherwise."""
 _READ = (
@@ -109,7 +111,10 @@ def parse_sample_flags(args: Sequence[str], wrong: Sequence[str] = ()) -> Sample
 def _run_of(path: str) -> RunConfig | None:
     """The configuration of the run in a folder; None for anything else."""
     folder = Path(path)
-    return load_config(folder / "config.yaml") if (folder / "config.yaml").is_file() else None
+    if not (folder / "config.yaml").is_file():
+        return None
+    run = load_config(folder / "config.yaml")
+    return replace(run, dataset=kept_with(run.dataset, folder))
 
 
 def _policy_of(path: str, run: RunConfig | None, which: str) -> str:
@@ -287,8 +292,8 @@ def _parser() -> Parser:
     parser.text(paragraph(
         "Other flags are those of tandem ppo --help-all: --top-p, --top-k (1: greedy) and the "
             "rest of sampling and scoring, --max-prompt-tokens, --on-long-row, --system-prompt, "
-            "--columns, --on-bad-row, --prompts-per-step (prompts answered before rows are "
-            "written), --generation-batch-size."
+            "--chat-template, --columns, --on-bad-row, --prompts-per-step (prompts answered before "
+            "rows are written), --generation-batch-size."
     ))  # fmt: skip
     return parser
 

@@ -318,6 +318,32 @@ def test_a_file_of_something_else_is_refused(
     assert path.read_bytes() == before
 
 
+def test_a_template_of_ones_own_frames_the_prompts(
+    sampled: Sampled, tiny_model: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text(
+        "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
+        "{{ eos_token if m['role'] == 'assistant' }}{% endfor %}"
+        "{{ '<assistant>' if add_generation_prompt }}"
+    )
+    flags = ("--top-k", "1", "--samples-per-prompt", "1", "--chat-template", str(file))
+    rows = sampled("framed", *flags, reward=False)
+    tokenizer = load_tokenizer(tiny_model)
+    tokenizer.chat_template = file.read_text()
+    renderer = Renderer(tokenizer)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    for row in rows:
+        ids = torch.tensor([renderer.prompt(row["prompt"]).token_ids])
+        stops = list(renderer.stop_token_ids)
+        made = model.generate(ids, do_sample=False, max_new_tokens=8, eos_token_id=stops)
+        (answer,) = row["answers"]
+        assert answer["text"] == renderer.decode(made[0, ids.shape[1] :].tolist())
+    file.write_text(file.read_text().replace("<", "["))
+    with pytest.raises(CheckpointError, match=r"changed: the chat template \(its text\)"):
+        sampled("framed", *flags, reward=False)
+
+
 def test_one_process_writes_a_file(sampled: Sampled, tmp_path: Path) -> None:
     def elsewhere(world: World) -> bool:
         return lock(tmp_path / "held.jsonl") is None
@@ -408,8 +434,10 @@ def test_a_run_gives_its_policy_its_rewards_and_its_knobs(tmp_path: Path) -> Non
         sampling={"max_new_tokens": 12, "top_p": 0.9, "samples_per_prompt": 4},
         grpo={"reward_function": ["r.py:f"], "reward_function_weight": 2.0, "minibatch_size": 4},
         scoring={"combine": "group", "deadline_seconds": 9},
+        dataset={"max_prompt_tokens": 96, "chat_template": "gone.jinja"},
     )  # fmt: skip
     run.mkdir()
+    (run / "chat_template.jinja").write_text("the copy")
     (run / "config.yaml").write_text(dump_config(config))
     with pytest.raises(ModelError, match="must have a finished stage with a policy; got none"):
         settings()
@@ -424,6 +452,7 @@ def test_a_run_gives_its_policy_its_rewards_and_its_knobs(tmp_path: Path) -> Non
     assert (found.dataset.max_prompt_tokens, found.dataset.heldout) == (96, 0)
     assert (found.scoring.deadline_seconds, found.scoring.combine) == (9, "sum")
     assert found.data == ("p.jsonl",)
+    assert found.dataset.chat_template == str(run / "chat_template.jinja")
     finish("reward")
     finish("grpo/actor")
     assert settings().actor_model == str(run / "grpo/actor")
