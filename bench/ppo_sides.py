@@ -51,7 +51,7 @@ class Work:
     mode: forced: no answer may end, all have max_new_tokens. ragged: answers end after lengths
         from a geometric distribution, cut at max_new_tokens, with half of that as their mean.
     prompt_tokens: each prompt's length in tokens, or the lengths that prompts take in turn.
-    micro_batch_tokens: tokens per forward; of the plain loop alone if Tandem has its own.
+    micro_batch_tokens: tokens per forward.
     knobs: Tandem's own, by dotted name.
     """
 
@@ -66,7 +66,6 @@ class Work:
     epochs: int = 1
     minibatch_size: int = 64
     micro_batch_tokens: int
-    tandem_micro_batch_tokens: int | None = None
     actor_learning_rate: float = 1e-6
     critic_learning_rate: float = 1e-5
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -236,7 +235,7 @@ def run_config(work: Work) -> RunConfig:
         "seed": work.seed,
         "device": work.device,
         "dtype": work.dtype,
-        "micro_batch_tokens": work.tandem_micro_batch_tokens or work.micro_batch_tokens,
+        "micro_batch_tokens": work.micro_batch_tokens,
         "generation_batch_size": work.num_answers,
         "sampling.samples_per_prompt": work.samples_per_prompt,
         "sampling.max_new_tokens": work.max_new_tokens,

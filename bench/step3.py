@@ -46,10 +46,6 @@ MICRO_BATCH_TOKENS = {
 }
 """Padded tokens per forward: what the plain loop is fastest with, 16 and 8 rows."""
 
-TANDEM_MICRO_BATCH_TOKENS = MICRO_BATCH_TOKENS | {"b": 384}
-"""Tokens per forward of Tandem's: fewer where the logits of that many rows are what memory goes to;
-it is a little faster with 768, as the plain loop."""
-
 SIZES: dict[str, dict[str, Any]] = {
     "smollm2": {"num_prompts": 8, "prompt_tokens": (64,), "max_new_tokens": 32}
 }
@@ -127,7 +123,6 @@ def work_of(options: argparse.Namespace) -> Work:
         epochs=options.epochs,
         minibatch_size=options.minibatch_size,
         micro_batch_tokens=tokens or MICRO_BATCH_TOKENS[name],
-        tandem_micro_batch_tokens=tokens or TANDEM_MICRO_BATCH_TOKENS[name],
         samples_per_prompt=options.samples_per_prompt
         or SAMPLES.get(name, 4 if options.algorithm == "grpo" else 1),
         dtype=options.dtype,
