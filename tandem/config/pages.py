@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import textwrap
 from collections.abc import Iterable
 from typing import Any, NoReturn
@@ -21,7 +22,17 @@ def flag_lines(flag: str, about: str, default: str) -> list[str]:
     if len(shown) <= _UNBROKEN:
         shown = shown.replace(" ", _GLUE)
     lines = paragraph(f"{about} {shown}" if default else about)
-    return [f"  {flag}", *(line.replace(_GLUE, " ") for line in lines)]
+    return [*_spec_lines(flag), *(line.replace(_GLUE, " ") for line in lines)]
+
+
+def _spec_lines(flag: str) -> list[str]:
+    """`flag` with its value's name or choices, a|b|c, which may take several lines."""
+    lines = [" "]
+    for part in re.findall(r"[^|]*\|?", flag):
+        if len(lines[-1]) + len(part) > _WIDTH - 1:
+            lines.append(" " * 6)
+        lines[-1] += f" {part}" if lines[-1] == " " else part
+    return lines
 
 
 def command_lines(name: str, summary: str) -> list[str]:

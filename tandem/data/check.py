@@ -63,7 +63,6 @@ def check(
     if tokenizer_path:
         from tandem.data.own_template import put_template
         from tandem.data.render import Renderer
-        from tandem.data.spelled import note_spelled
 
         tokenizer = _load_tokenizer(tokenizer_path)
         put_template(tokenizer, own)
@@ -75,7 +74,7 @@ def check(
     )
     assign(read, split, ledger, seed=seed, stages=stages)
     if renderer is not None:
-        note_spelled([row.sample for row in read], renderer, ledger)
+        _note_rendering([row.sample for row in read], renderer, ledger)
     console.print(ledger.table())
     console.print(
         f"used: in a run of {' '.join(stages)} (one stage alone, --stages {stages[0]}, uses all "
@@ -107,6 +106,14 @@ def check(
     _print_labels(console, read)
     _print_shared(console, read)
     return 1 if ledger.num_dropped or refused else 0
+
+
+def _note_rendering(samples: Sequence[Sample], renderer: Renderer, ledger: Ledger) -> None:
+    from tandem.data.spelled import note_spelled
+    from tandem.data.unshown import note_unshown
+
+    note_spelled(samples, renderer, ledger)
+    note_unshown(samples, renderer, ledger)
 
 
 def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:

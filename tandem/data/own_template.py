@@ -101,6 +101,14 @@ def kept_with(config: DataConfig, run: Path) -> DataConfig:
     return replace(config, chat_template=str(kept))
 
 
+def is_gone(value: str) -> bool:
+    """Whether a value of `dataset.own_template` is a file or folder that does not exist."""
+    try:
+        return value not in BUILT_IN and not Path(value).exists()
+    except (OSError, ValueError):  # a name too long, or with NUL
+        return True
+
+
 def text_before(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], str]:
     """Ids that the tokenizer puts before every text (its BOS, or none), and their text."""
     for probe in _PROBES:
@@ -120,15 +128,15 @@ def template_in(folder: Path, settings: Mapping[str, Any]) -> str:
     """
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text("utf-8", errors="replace")
+        return file.read_text("utf-8-sig", errors="replace")
     return _template_of(settings)
 
 
 def settings_in(file: Path) -> Mapping[str, Any]:
     """A JSON file's object; empty if there is none."""
     try:
-        found = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(file.read_text("utf-8-sig"))
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -136,8 +144,8 @@ def settings_in(file: Path) -> Mapping[str, Any]:
 def _template_of(settings: Mapping[str, Any]) -> str:
     template = settings.get("chat_template")
     if isinstance(template, list):  # several by name
-        named = {entry.get("name"): entry.get("template") for entry in template}
-        template = named.get("default")
+        default = [e for e in template if isinstance(e, dict) and e.get("name") == "default"]
+        template = default[-1].get("template") if default else None
     return template if isinstance(template, str) else ""
 
 
@@ -146,9 +154,12 @@ def _existing(value: str) -> Path:
     try:
         if path.exists():
             return path
+        is_link = path.is_symlink()
     except (OSError, ValueError):  # a name too long, or with NUL
-        pass
-    if "{{" in value or "{%" in value:
+        is_link = False
+    if is_link:
+        advice = "It is a link to a file that is not there."
+    elif "{{" in value or "{%" in value:
         advice = "Write the template to a file, and give that."
     elif near := _nearest(path, value):
         advice = f"Did you mean {visible(near)}?"
@@ -187,7 +198,7 @@ def _text_in(path: Path) -> tuple[str, Path]:
     try:
         if not path.is_file():
             raise ValueError("no plain file")
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")  # a mark at its beginning is no part of it
     except (OSError, ValueError) as error:
         cause = getattr(error, "strerror", None) or first_line(error)
         raise ConfigError(

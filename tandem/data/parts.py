@@ -101,10 +101,12 @@ def declared(folder: Path) -> list[str]:
         text = (folder / "README.md").read_text("utf-8")
         head = re.match(r"---[ \t]*\r?\n(.*?)\r?\n---", text, re.DOTALL)
         card = yaml.safe_load(head[1]) if head else None
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return []
     configs = card.get("configs") if isinstance(card, dict) else None
-    names = [c.get("config_name", "default") for c in configs or () if isinstance(c, dict)]
+    if not isinstance(configs, list):
+        return []
+    names = [c.get("config_name", "default") for c in configs if isinstance(c, dict)]
     return [name for name in names if isinstance(name, str)]
 
 

@@ -36,6 +36,8 @@ IN_MEMORY = Source(dataset="", path="conversation", line=1)
 _MOST_HOLES = 2**20
 """Unused ids that a vocabulary may have, besides one per token."""
 _PROBES = ("yes", "hello", "a", "x", "1")
+_HIDDEN = "qz7probe"
+"""Words that a template writes, in any case, if it writes a turn at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,16 @@ class Renderer:
     def continuation(self, ids: Sequence[int]) -> str:
         """The text of ids that follow other text, with nothing removed: of a plain completion."""
         return self._pieces.decode([int(i) for i in ids])
+
+    def hides(self, messages: Sequence[Message], role: str) -> bool:
+        """Whether the template writes nothing of a role's turns; not where it refuses them."""
+        words = [replace(m, content=_HIDDEN) if m.role == role else m for m in messages]
+        try:
+            with _in_time("probe"):
+                shown = self._template.prompt(words, "probe").casefold()
+        except DataError:
+            return False
+        return _HIDDEN not in shown
 
     def spelled(self, text: str) -> list[str]:
         """The control strings in someone's text, in order; they are encoded as plain text."""

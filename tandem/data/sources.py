@@ -219,7 +219,7 @@ def _place(part: Part) -> tuple[Path, bool]:
     if part.config in known:
         return path, True
     inside = _local(str(path / part.config))
-    if not inside.is_dir():
+    if not inside.is_dir() or ".." in Path(part.config).parts:
         folders = sorted(p.name for p in path.iterdir() if p.is_dir() and p.name[0] != ".")
         raise unknown(part, "configuration", part.config, [*known, *folders])
     return inside, False

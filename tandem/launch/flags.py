@@ -61,8 +61,8 @@ def launch_help() -> str:
     """The paragraph on several GPUs for the run commands' help."""
     lines = [
         "Several GPUs (or, without any, several processes on the CPU):",
-        "  --num-gpus N                                    all on this machine",
-        "  --num-nodes M --num-gpus N --rdzv HOST:PORT     the same on each of M machines",
+        "  --num-gpus N                                   all on this machine",
+        "  --num-nodes M --num-gpus N --rdzv HOST:PORT    the same on each of M machines",
     ]
     for name, about in _FLAGS.items():
         text = f"--{name}: {about}."

@@ -14,7 +14,7 @@ from tandem.checkpoint.state import newest_numbers
 from tandem.config.dataset import TOKENIZERS_OWN
 from tandem.config.schema import RunConfig
 from tandem.config.stages import stage_names
-from tandem.data.own_template import KEPT, KNOB, digest_of, kept_with, read_template
+from tandem.data.own_template import KEPT, KNOB, digest_of, is_gone, kept_with, read_template
 from tandem.errors import CheckpointError, ConfigError
 from tandem.files import replace as replace_file
 from tandem.parallel.world import World
@@ -22,16 +22,18 @@ from tandem.text import visible
 
 
 def settle_template(config: RunConfig, world: World) -> tuple[RunConfig, str]:
-    """The configuration with the template of its folder, where it names none, and a line about it
-    for the user, or "".
+    """The configuration with the template of its folder, where it names none or that one's file,
+    which is gone; and a line about it for the user, or "".
 
     Raises:
         ConfigError: what it names is no template, or another one on some ranks.
     """
     folder, line = Path(config.output_dir), ""
-    if not config.dataset.own_template:
-        stage, value = world.all_gather_object(_recorded(folder))[0]
-        if value:
+    named = config.dataset.own_template
+    if not named or is_gone(named):
+        recorded = world.all_gather_object(_recorded(folder))[0]
+        if recorded and named in ("", *recorded.values()):
+            stage, value = next(iter(recorded.items()))
             dataset = kept_with(replace(config.dataset, chat_template=value), folder)
             config = replace(config, dataset=dataset)
             line = f"chat template: {visible(value)}, as for {stage} of {visible(str(folder))}"
@@ -56,9 +58,10 @@ def with_kept_template(config: RunConfig, run: Path) -> RunConfig:
     return replace(config, dataset=kept_with(config.dataset, run))
 
 
-def _recorded(folder: Path) -> tuple[str, str]:
-    """The latest stage in the folder, finished or not, that had a template of its own, and which;
-    empty texts for none."""
+def _recorded(folder: Path) -> dict[str, str]:
+    """The template of each stage in the folder, finished or not, that had one of its own; the
+    latest first."""
+    found = {}
     for stage in reversed(stage_names()):
         facts = newest_numbers(folder / "checkpoints" / stage) or {}
         if (folder / stage / MANIFEST).exists():
@@ -68,5 +71,5 @@ def _recorded(folder: Path) -> tuple[str, str]:
                 continue  # reported when the stage itself is read
         value = (facts.get("made_from") or {}).get(KNOB)
         if isinstance(value, str) and value not in ("", TOKENIZERS_OWN):
-            return stage, value
-    return "", ""
+            found[stage] = value
+    return found

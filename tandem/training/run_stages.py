@@ -342,6 +342,6 @@ def tokenizer_sources(run: Run) -> tuple[str, str]:
         return run.config.reward_model, run.config.reward_model
     policy = run.config.actor_model or run.policy_source()
     reward = run.config.reward_model
-    if reward and not leaving(run.config.stages, "reward model"):  # a stage may have trained it
+    if not leaving(run.config.stages, "reward model"):  # an earlier stage may have trained it
         reward = run.trained("reward model") or reward
     return policy, reward or policy

@@ -94,6 +94,8 @@ class SampleFile:
 
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists() and not self.path.is_file():
+            raise CheckpointError(f"{self._shown} must be a plain file; got something else.")
         if not self.path.exists():  # it was removed, to be made anew
             self.beside.unlink(missing_ok=True)
         with named(self.path):
@@ -137,10 +139,14 @@ class SampleFile:
             raise self._unwritable(error) from None
 
     def close(self) -> None:
-        """Release the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Release the file; where nothing was answered, remove it."""
+        if self._file is None:
+            return
+        if self.progress.prompts == 0 and self.path.is_file() and not self.path.stat().st_size:
+            self.beside.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
+        self._file.close()
+        self._file = None
 
     def _unwritable(self, error: OSError) -> CheckpointError:
         return CheckpointError(

@@ -28,6 +28,8 @@ from tandem.config.stages import (
     stage_names,
 )
 from tandem.data.own_template import kept_with
+from tandem.data.parts import part_of
+from tandem.data.sources import parse_spec
 from tandem.errors import ConfigError, ModelError
 from tandem.text import visible
 from tandem.training.sample_rows import WRITES, Choice
@@ -82,6 +84,7 @@ def parse_sample_flags(args: Sequence[str], wrong: Sequence[str] = ()) -> Sample
     parser = _parser()
     args = ["--help" if word == "--help-all" else word for word in args]
     if args and args[0].startswith("-") and args[0] not in ("-h", "--help"):
+        parser.refuse_typo(args[:1])
         parser.error(f"the model must come first; got {args[0]}")
     options, rest = parser.parse_known_args(args)
     run = _run_of(options.run_or_model)
@@ -218,6 +221,13 @@ def _problems(options: Namespace, config: RunConfig) -> list[str]:
         problems.append("data must name at least one data set; got none. Give --data FILE")
     if not config.actor_model:
         problems.append("the run must have a base model for --model base; got none. Name a model")
+    for text in config.data:
+        folder = Path(part_of(parse_spec(text).path).base)
+        if folder.is_dir() and folder.resolve() in Path(options.output).resolve().parents:
+            problems.append(
+                f"--output must be outside of {visible(str(folder))}, whose files are read; "
+                f"got {visible(options.output)}"
+            )
     samples = config.sampling.samples_per_prompt
     if options.write == "pairs" and samples < 2:
         problems.append(

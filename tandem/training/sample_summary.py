@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 from tandem.config.dataset import DataConfig
 from tandem.config.stages import STAGES
+from tandem.data.own_template import KEPT
 from tandem.text import counted, visible
 from tandem.training.sample_file import Progress
 from tandem.training.sample_flags import SampleSettings
@@ -43,10 +45,18 @@ def summary(settings: SampleSettings, progress: Progress) -> list[str]:
     command = _learns_from(write)
     if command and progress.rows:
         words = ["tandem", command, "--actor-model", config.actor_model, "--data", output]
+        if (own := config.dataset.own_template) and not _is_kept(own, config.actor_model):
+            words += ["--chat-template", own]
         if progress.longest > DataConfig().max_tokens:
             words += ["--max-tokens", str(progress.longest)]
         lines.append(f"next: {shlex.join(words)}")
     return lines
+
+
+def _is_kept(template: str, model: str) -> bool:
+    """Whether a template is the copy in a run's folder, and the model was saved with it."""
+    run = Path(template).parent
+    return Path(template).name == KEPT and run != Path() and run in Path(model).parents
 
 
 def _learns_from(write: str) -> str:

@@ -21,6 +21,7 @@ from tandem.data.own_template import OwnTemplate, put_template, read_template
 from tandem.data.render import Renderer
 from tandem.data.side_by_side import RendersRows, side_by_side
 from tandem.data.spelled import note_spelled
+from tandem.data.unshown import note_unshown
 from tandem.errors import DataError
 from tandem.garbage import collected_seldom
 from tandem.models.eos import load_stop_ids
@@ -139,6 +140,7 @@ def prepare_rows(config: RunConfig, policy: str, reward: str, *, shuffle: bool =
         ptx = Dataset(texts=text.train, heldout=text.heldout)
     rows = (*data.texts, *data.pairs, *data.prompts, *data.heldout, *ptx.texts, *ptx.heldout)
     note_spelled(rows, renderer, data.ledger)
+    note_unshown(rows, renderer, data.ledger)
     prompts: list[PromptRow] = []
     if "prompts" in shares:
         prompts = render.prompts(data.prompts, renderer, "prompts")

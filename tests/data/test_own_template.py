@@ -44,6 +44,9 @@ def test_a_template_is_found_in_a_file_and_in_what_folders_of_models_have(tmp_pa
     assert read_template(written(tmp_path / "mine.jinja")) == OwnTemplate(
         f"chat template {tmp_path / 'mine.jinja'}", CHATML
     )
+    marked = tmp_path / "marked.jinja"
+    marked.write_text(CHATML, "utf-8-sig")
+    assert read_template(str(marked)).source == CHATML  # type: ignore[union-attr]
     named = [{"name": "tool_use", "template": PLAIN}, {"name": "default", "template": CHATML}]
     settings = json.dumps({"chat_template": named, "eos_token": "x"})
     folder = tmp_path / "model"
@@ -69,6 +72,8 @@ def test_a_template_is_found_in_a_file_and_in_what_folders_of_models_have(tmp_pa
         ("t.jinja", "{{ messages }}{% include %}", "in line 1."),
         ("t.bin", b"\xff\xfe{{ messages }}", "must be a text file in UTF-8; got 'utf-8' codec"),
         ("t.json", "{}", "must be a JSON object with a text chat_template; got none."),
+        ("t.json", '{"chat_template": [1, {"name": [2]}]}', "a text chat_template; got none."),
+        ("t.json", "[" * 100_000, "a text chat_template; got none."),
         ("folder/x", "", "must be a folder with a template in chat_template.jinja, chat_"),
     ],
 )
@@ -85,6 +90,12 @@ def test_what_is_no_template_is_one_line(
         read_template(given)
     assert part.replace("FOLDER", str(tmp_path)) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_link_to_nothing_is_told(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").symlink_to("gone.jinja")
+    with pytest.raises(ConfigError, match="a link to a file that is not there"):
+        read_template(str(tmp_path / "t.jinja"))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from tandem.serve.place import Place
 from tandem.serve.sources import offer_of
 from tandem.training.eval_command import evaluate_run
 from tandem.training.own_templates import settle_template
-from tandem.training.run_stages import train
+from tandem.training.run_folder import Run
+from tandem.training.run_stages import tokenizer_sources, train
 from tandem.training.stage_data import prepare_rows
 from tests.tiny import tiny_config
 from tests.training.runs import StopError, ran, stop_at
@@ -125,6 +126,24 @@ def test_it_is_evaluated_without_the_file(
     assert "ppo" in evaluation["models"]
     actor = load_policy(offer.models["ppo"], CPU, offer.config)
     assert base.renderer.renders_like(actor.renderer)  # or its KL could not be taken
+
+
+def test_the_same_command_goes_on_without_its_file(finished: RunConfig, tmp_path: Path) -> None:
+    file = Path(finished.dataset.chat_template)
+    file.rename(tmp_path / "away")
+    lines: list[str] = []
+    try:
+        ran(finished, lines=lines)
+        with pytest.raises(ConfigError, match="which does not exist"):
+            ran(with_template(finished, "other.jinja"))
+    finally:
+        (tmp_path / "away").rename(file)
+    assert sum("finished before" in line for line in lines) == 3
+
+
+def test_a_later_stage_reads_pairs_as_the_folders_reward_model_does(finished: RunConfig) -> None:
+    run = Run(alone(finished, "ppo", finished.dataset.chat_template))
+    assert tokenizer_sources(run)[1] == str(Path(finished.output_dir) / "reward")
 
 
 def test_a_stopped_stage_goes_on_with_what_it_began_with(config: RunConfig, tmp_path: Path) -> None:

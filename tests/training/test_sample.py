@@ -301,8 +301,11 @@ def test_a_file_of_something_else_is_refused(
     assert path.read_bytes() == before + b"{}\n"
     path.write_bytes(before)
     begun = SampleFile(tmp_path / "begun.jsonl", {"seed": 1}, num_prompts=3)
-    begun.open()
-    begun.close()  # before anything was answered
+    begun.open()  # killed before anything was answered
+    copied = [(file, file.read_bytes()) for file in tmp_path.glob("begun*")]
+    begun.close()
+    for file, content in copied:
+        file.write_bytes(content)
     sampled("begun", reward=False)
     assert (tmp_path / "begun.jsonl").read_bytes() == before
     other = tmp_path / "mine.jsonl"
@@ -316,6 +319,15 @@ def test_a_file_of_something_else_is_refused(
     path.unlink()  # made anew
     sampled("answers", reward=False)
     assert path.read_bytes() == before
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(CheckpointError, match="must be a plain file"):
+        sampled("pipe", reward=False)
+    with pytest.raises(ConfigError, match=r"--output must be outside of .*, whose files are read"):
+        sampled("inside", "--data", str(tmp_path), reward=False)
+    begun = SampleFile(tmp_path / "failed.jsonl", {"seed": 1}, num_prompts=3)
+    begun.open()
+    begun.close()
+    assert not list(tmp_path.glob("failed*"))
 
 
 def test_a_template_of_ones_own_frames_the_prompts(
@@ -342,6 +354,8 @@ def test_a_template_of_ones_own_frames_the_prompts(
     file.write_text(file.read_text().replace("<", "["))
     with pytest.raises(CheckpointError, match=r"changed: the chat template \(its text\)"):
         sampled("framed", *flags, reward=False)
+    sampled("best", *flags, "--write", "best", "--keep-cut-off")
+    assert f" --chat-template {file}" in lines_of(sampled)[-1]
 
 
 def test_one_process_writes_a_file(sampled: Sampled, tmp_path: Path) -> None:

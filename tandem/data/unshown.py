@@ -1,0 +1,31 @@
+"""Turns that the chat template leaves out, counted per data set.
+
+Templates for two roles alone may pass over the others in silence. Lost words of users and
+assistants are refused when the template is first tried; those of other roles are noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tandem.data.ledger import Ledger
+from tandem.data.render import Renderer
+from tandem.types import Sample
+
+_ALWAYS_SHOWN = {"user", "assistant"}
+
+
+def note_unshown(samples: Iterable[Sample], renderer: Renderer, ledger: Ledger) -> None:
+    """Note in the ledger how many rows have turns that no model will see.
+
+    Args:
+        samples: of the ledger's data sets; one that comes again by its weight counts once.
+    """
+    hidden: dict[str, bool] = {}
+    for sample in {id(sample): sample for sample in samples}.values():
+        for role in sorted({turn.role for turn in sample.prompt} - _ALWAYS_SHOWN):
+            if role not in hidden:
+                hidden[role] = renderer.hides(sample.prompt, role)
+            if hidden[role]:
+                note = f"{role} turns are not shown: the chat template leaves them out"
+                ledger.datasets[sample.source.dataset].notes[note] += 1
