@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
@@ -83,11 +84,8 @@ def _binding_of(function: Callable[..., Any], names: tuple[str, ...]) -> Binding
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         if known.isdisjoint({"completions", "completion_ids"}):
             raise BindingError("it has no parameter for completions. Name one completions")
-        if columns := [name for name in rest if name not in GIVEN]:
-            raise BindingError(
-                f"got an unexpected keyword argument {columns[0]!r}. Name its parameters as the "
-                "columns, with **columns for the rest"
-            )
+        unread = [name for name in rest if name not in GIVEN]
+        _refuse_misspelled(parameters, known, slots[:2], unread)
         rest = []
     positional: list[str] = []
     for place, slot in enumerate(slots):
@@ -164,6 +162,22 @@ def _by_position(slots: Sequence[str], takes: Sequence[str]) -> dict[int, str]:
     if named == {"prompts"} and slots[0] == "prompts" and has_own_name[1]:
         return {1: "completions"}
     return {}
+
+
+def _refuse_misspelled(
+    parameters: Iterable[inspect.Parameter],
+    known: set[str],
+    first: Sequence[str],
+    unread: Sequence[str],
+) -> None:
+    """Refuse a parameter with a default that is nearly called as a column which nothing takes: it
+    would keep its default on every row."""
+    for name in _named(parameters).keys() - {*known, *first}:
+        if near := get_close_matches(name, unread, n=1):
+            raise BindingError(
+                f"its parameter {name} is no column, but {near[0]} is. Name its parameters as the "
+                "columns, or add **columns if it is none of them"
+            )
 
 
 def _missing(name: str) -> str:

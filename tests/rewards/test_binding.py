@@ -61,6 +61,14 @@ def test_each_parameter_gets_what_it_is_called_or_what_its_place_means(
         assert set(rest) == others
 
 
+def test_columns_that_no_parameter_takes_are_left_out() -> None:
+    assert list(seen_by("prompts, completions").items()) == [
+        ("prompts", "prompts"),
+        ("completions", "completions"),
+    ]
+    assert list(seen_by("questions, answers").values()) == ["prompts", "completions"]
+
+
 def test_nothing_but_keywords_or_nothing_but_places_is_enough() -> None:
     assert set(seen_by("**rest")["rest"]) == {"prompts", "completions", "messages", "level"}
     seen = seen_by("*places, **rest")
@@ -75,7 +83,7 @@ def test_nothing_but_keywords_or_nothing_but_places_is_enough() -> None:
     [
         ("prompts, completions, answer, **rest", "missing a required argument: 'answer'. --scor"),
         ("completions, questions, level", "missing a required argument: 'questions'. Name its"),
-        ("prompts, completions", "got an unexpected keyword argument 'level'. Name its parameters"),
+        ("prompts, completions, levle=0", "its parameter levle is no column, but level is. Name"),
         ("prompts, level", "it has no parameter for completions. Name one completions"),
         ("prompts", "it has no parameter for completions"),
         ("questions, level, **rest", "the second parameter, level, is called as a column"),

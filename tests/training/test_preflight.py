@@ -156,7 +156,8 @@ def test_scores_of_one_answer_have_no_spread(
             "prompts, completions, answer, **columns",
             "missing a required argument: 'answer'",
         ),
-        ("level", "prompts, completions", r"\(level\); got: got an unexpected keyword"),
+        ("level", "prompts, completions", ""),
+        ("level", "prompts, completions, levels=0", r"\(level\); got: its parameter levels is no"),
     ],
 )
 def test_a_reward_function_that_cannot_be_called_is_refused_before_the_first_step(
