@@ -27,7 +27,7 @@ from tandem.config.stages import stage_names
 from tandem.errors import ConfigError, Stopped, TandemError
 from tandem.garbage import collected_seldom
 from tandem.launch.failure import complain, is_launched, leaving_at_signals
-from tandem.launch.flags import launch_help, take_launch_flags
+from tandem.launch.flags import LaunchOptions, launch_help, take_launch_flags
 from tandem.plan.layout_flags import layout_help, take_layout_flags
 from tandem.text import ignore_line
 
@@ -188,17 +188,25 @@ def _train(command: str, args: list[str], debug: bool) -> int:
         config, chosen = choose_layout(config, ranks, layout.limit, print)
         args = [*args, *chosen]
     if options.is_needed and not is_launched():
-        from tandem.launch.run import launch
-
-        return launch(
-            ["-m", "tandem", command, *args, *(["--debug"] if debug else [])],
-            options,
-            log_folder=os.path.join(config.output_dir, "logs"),
-            device=config.device,
-            patience_seconds=60 * config.parallel.timeout_minutes,
-        )
+        logs = os.path.join(config.output_dir, "logs")
+        return _launch([command, *args], options, config, logs, debug)
     with leaving_at_signals():
         return _run_stages(command, args, config)
+
+
+def _launch(
+    words: list[str], options: LaunchOptions, config: RunConfig, logs: str, debug: bool
+) -> int:
+    """Run a command on several ranks, whose logs go into a folder."""
+    from tandem.launch.run import launch
+
+    return launch(
+        ["-m", "tandem", *words, *(["--debug"] if debug else [])],
+        options,
+        log_folder=logs,
+        device=config.device,
+        patience_seconds=60 * config.parallel.timeout_minutes,
+    )
 
 
 def _loading(command: str) -> AbstractContextManager[None]:
@@ -244,15 +252,7 @@ def _sample(debug: bool, args: list[str]) -> int:
     settings = parse_sample_flags(flags, wrong)
     config = settings.config
     if options.is_needed and not is_launched():
-        from tandem.launch.run import launch
-
-        return launch(
-            ["-m", "tandem", "sample", *args, *(["--debug"] if debug else [])],
-            options,
-            log_folder=f"{settings.output}.logs",
-            device=config.device,
-            patience_seconds=60 * config.parallel.timeout_minutes,
-        )
+        return _launch(["sample", *args], options, config, f"{settings.output}.logs", debug)
     with leaving_at_signals():
         with _loading("sample"):
             from tandem.training.sample import sample

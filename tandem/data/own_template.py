@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.config.dataset import TOKENIZERS_OWN, DataConfig
+from tandem.config.schema import RunConfig
 from tandem.data.default_template import DEFAULT_TEMPLATE, PLAIN_TEMPLATE
 from tandem.data.excerpt import excerpt
 from tandem.data.template_limits import sandbox
@@ -30,7 +31,8 @@ KEPT = "chat_template.jinja"
 BUILT_IN = {"default": DEFAULT_TEMPLATE, "none": PLAIN_TEMPLATE}
 _FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 """Where a folder may hold a template, the preferred place first."""
-_PROBES = ("yes", "hello", "a", "x", "1")
+PROBES = ("yes", "hello", "a", "x", "1")
+"""Texts of which every tokenizer has some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +78,19 @@ def read_template(value: str) -> OwnTemplate | None:
 
 def put_template(
     tokenizer: PreTrainedTokenizerBase, own: OwnTemplate | None, *, unless_its_own: bool = False
-) -> None:
+) -> OwnTemplate | None:
     """Give a tokenizer the template, in place; nothing happens without one.
 
     Args:
         unless_its_own: leave a tokenizer that has a template alone: a finished reward model scores
             what it was trained on.
+    Returns:
+        the template that it was given, if it was.
     """
-    if own is not None and not (unless_its_own and tokenizer.chat_template):
-        tokenizer.chat_template = own.filled(text_before(tokenizer)[1])
+    if own is None or (unless_its_own and tokenizer.chat_template):
+        return None
+    tokenizer.chat_template = own.filled(text_before(tokenizer)[1])
+    return own
 
 
 def digest_of(own: OwnTemplate | None) -> str:
@@ -101,6 +107,11 @@ def kept_with(config: DataConfig, run: Path) -> DataConfig:
     return replace(config, chat_template=str(kept))
 
 
+def with_kept_template(config: RunConfig, run: Path) -> RunConfig:
+    """A run's configuration with the copy in its folder in place of the file, as `kept_with`."""
+    return replace(config, dataset=kept_with(config.dataset, run))
+
+
 def is_gone(value: str) -> bool:
     """Whether a value of `dataset.own_template` is a file or folder that does not exist."""
     try:
@@ -111,7 +122,7 @@ def is_gone(value: str) -> bool:
 
 def text_before(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], str]:
     """Ids that the tokenizer puts before every text (its BOS, or none), and their text."""
-    for probe in _PROBES:
+    for probe in PROBES:
         plain = tokenizer.encode(probe, add_special_tokens=False)
         whole = tokenizer.encode(probe)
         if plain:

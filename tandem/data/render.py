@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.data.control import ControlTokens, free_mark
 from tandem.data.excerpt import excerpt
 from tandem.data.marked_template import marked, rendering
-from tandem.data.own_template import OwnTemplate, text_before
+from tandem.data.own_template import PROBES, OwnTemplate, text_before
 from tandem.data.span_tokenizer import PieceTokenizer
 from tandem.data.template import ChatTemplate, Part
 from tandem.data.template_limits import deadline
@@ -35,9 +35,6 @@ IN_MEMORY = Source(dataset="", path="conversation", line=1)
 
 _MOST_HOLES = 2**20
 """Unused ids that a vocabulary may have, besides one per token."""
-_PROBES = ("yes", "hello", "a", "x", "1")
-_HIDDEN = "qz7probe"
-"""Words that a template writes, in any case, if it writes a turn at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +205,11 @@ class Renderer:
 
     def hides(self, messages: Sequence[Message], role: str) -> bool:
         """Whether the template writes nothing of a role's turns; not where it refuses them."""
-        words = [replace(m, content=_HIDDEN) if m.role == role else m for m in messages]
         try:
             with _in_time("probe"):
-                shown = self._template.prompt(words, "probe").casefold()
+                return self._template.hides(messages, role)
         except DataError:
             return False
-        return _HIDDEN not in shown
 
     def spelled(self, text: str) -> list[str]:
         """The control strings in someone's text, in order; they are encoded as plain text."""
@@ -294,7 +289,7 @@ class Renderer:
         """The text around the assistant's words in an answer's decoded ids."""
         lead, trail = self._template.lead, self._template.trail
         before = self._template.prompt(self._template.opening, "probe")
-        for probe in _PROBES:
+        for probe in PROBES:
             ids = self._pieces.encode(lead + probe + trail, free_mark([lead, trail]), before, "")
             head, found, tail = self._pieces.decode(ids).rpartition(probe)
             if found:

@@ -54,9 +54,7 @@ def rows_through_datasets(name: str, part: Part, folder: Path | None) -> Rows:
             f"data set {visible(part.text)} must be a file, a folder or a hub name; got the name "
             "of a format. Give the file itself."
         )
-    is_saved = folder is not None and any(
-        (folder / file).is_file() for file in ("state.json", "dataset_dict.json")
-    )
+    is_saved = folder is not None and is_saved_dataset(folder)
     try:
         if is_saved:
             loaded = datasets.load_from_disk(str(folder))
@@ -68,6 +66,11 @@ def rows_through_datasets(name: str, part: Part, folder: Path | None) -> Rows:
     except Exception as error:
         raise _unloadable(part, is_saved, error) from None
     yield from _convertible(_split(loaded, part), name, part, is_saved)
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether `save_to_disk` wrote it."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def _configured(datasets: Any, part: Part, source: str) -> Any:

@@ -36,7 +36,7 @@ from tandem.data.parts import (
 )
 from tandem.data.plaintext import read_text
 from tandem.data.rows import BadRow, RawRow
-from tandem.data.saved import rows_through_datasets
+from tandem.data.saved import is_saved_dataset, rows_through_datasets
 from tandem.errors import ConfigError, DataError
 from tandem.text import visible
 from tandem.types import Source
@@ -178,7 +178,7 @@ def read_rows(spec: DataSpec, *, on_blank: OnBlank = lambda: None) -> Iterator[R
         rows = _embedded(spec)
     elif part.base.startswith(gym.PREFIX):
         rows = _generated(spec)
-    elif is_declared or _is_saved_dataset(path):
+    elif is_declared or is_saved_dataset(path):
         rows = rows_through_datasets(spec.name, part, path)
     elif path.is_dir():
         rows = _folder(path, part, spec.name, on_blank)
@@ -282,10 +282,6 @@ def _nearest(path: Path, text: str) -> str:
     return str(path.parent / near[0]) if near else ""
 
 
-def _is_saved_dataset(path: Path) -> bool:
-    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
-
-
 def _file(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
     reader = _READERS.get(format_of(path))
     if reader is None:
@@ -307,7 +303,7 @@ def files_left(spec: DataSpec) -> list[str]:
     path, is_declared = _place(part)
     if part.split or is_declared or part.base == EMBEDDED or not path.is_dir():
         return []
-    if _is_saved_dataset(path):
+    if is_saved_dataset(path):
         return []
     return [str(file.relative_to(path)) for file in _data_files(path)[1]]
 
@@ -321,7 +317,7 @@ def declared_but_mixed(spec: DataSpec) -> list[str]:
     """
     part = part_of(spec.path)
     path, _ = _place(part)
-    found = declared(path) if part.is_whole and not _is_saved_dataset(path) else []
+    found = declared(path) if part.is_whole and not is_saved_dataset(path) else []
     return found if len(found) > 1 else []
 
 

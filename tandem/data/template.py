@@ -112,6 +112,15 @@ class ChatTemplate:
         """
         return self._render(tuple(messages), True, where)
 
+    def hides(self, messages: Sequence[Message], role: str) -> bool:
+        """Whether nothing is written of the turns of a role, in upper or lower case.
+
+        Raises:
+            DataError: the template refuses these turns.
+        """
+        probed = [Message(role, _PROBE) if m.role == role else m for m in messages]
+        return _PROBE.casefold() not in self.prompt(probed, "probe").casefold()
+
     def text(
         self, messages: Sequence[Message], mark: str, where: str, *, answered: bool = False
     ) -> tuple[tuple[Message, ...], str]:

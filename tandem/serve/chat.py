@@ -17,7 +17,7 @@ from tandem.config.load import load_config
 from tandem.config.schema import SamplingConfig
 from tandem.config.spellings import listed
 from tandem.config.stages import latest_first, policy_folders
-from tandem.data.own_template import kept_with, put_template, read_template
+from tandem.data.own_template import put_template, read_template, with_kept_template
 from tandem.data.render import Renderer
 from tandem.errors import ModelError, TandemError
 from tandem.generation.detokenizer import AnswerText
@@ -181,8 +181,8 @@ def chat(
         verify_beside(folder)
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
     if which == "base":
-        dataset = kept_with(load_config(Path(path) / "config.yaml").dataset, Path(path))
-        put_template(tokenizer, read_template(dataset.own_template))
+        run = with_kept_template(load_config(Path(path) / "config.yaml"), Path(path))
+        put_template(tokenizer, read_template(run.dataset.own_template))
     place = Place.of(device, dtype)
     chosen = place.dtype_of(source, trust_remote_code=trust_remote_code)
     model = load_causal_lm(source, dtype=chosen, trust_remote_code=trust_remote_code)

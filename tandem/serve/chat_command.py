@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from tandem.config.load import check_ranges
-from tandem.config.pages import Parser
+from tandem.config.pages import Parser, home_path
 from tandem.config.spellings import listed
 from tandem.config.stages import latest_first
 from tandem.serve.command import check_place, place_flags
@@ -29,7 +28,7 @@ def chat_command(args: Sequence[str]) -> int:
     nucleus = "Sample from the smallest set of tokens with this total probability."
     code = "Run the model's own Python code."
     parser.section("model")
-    parser.flag("PATH", "A run's folder, a model's folder or a hub name.", type=os.path.expanduser)
+    parser.flag("PATH", "A run's folder, a model's folder or a hub name.", type=home_path)
     parser.flag("--model NAME", models, shown="the first of these that is finished")
     parser.flag("--system TEXT", "System prompt.", shown="none")
     place_flags(parser, "bf16 on a GPU and for a model saved in it, else fp32.")

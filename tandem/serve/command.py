@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem.config.pages import Parser
+from tandem.config.pages import Parser, home_path
 from tandem.errors import ConfigError
 from tandem.stopping import leaving_at_ctrl_c
 
@@ -110,7 +110,7 @@ def _parser() -> Parser:
     code = "Run the model's own Python code."
     follow = "Read new checkpoints and stages of a run that is training, between requests."
     parser.section("model")
-    parser.flag("PATH", "A run's folder, a model's folder or a hub name.", type=_path)
+    parser.flag("PATH", "A run's folder, a model's folder or a hub name.", type=home_path)
     parser.flag("--base PATH", "Where the run's base model is, if it was moved.", shown="recorded")
     parser.flag("--follow", follow, False, shown="off", action="store_true")
     auto = "a run's own, for other models bf16 on a GPU or if saved in it, else fp32."
@@ -137,7 +137,3 @@ def _parser() -> Parser:
     parser.flag("--votes FILE", "Where votes are kept, as JSONL.", shown="the run's votes.jsonl")
     parser.flag("--runs FOLDER", "Runs that the page shows, side by side.", shown="this run")
     return parser
-
-
-def _path(text: str) -> str:
-    return os.path.expanduser(text)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
-from tandem.config.pages import Parser
+from tandem.config.pages import Parser, home_path
 from tandem.config.spellings import listed
 from tandem.config.stages import latest_first
 
@@ -22,7 +21,7 @@ def push_command(args: Sequence[str], summary: str) -> int:
     usage, example = "PATH REPO [flags]", "tandem push runs/first you/assistant --dry-run"
     parser = Parser("push", usage, summary, example).section("what")
     models = f"Which model of a run: {listed(latest_first())}."
-    parser.flag("PATH", "A model's folder, or a run's.", type=os.path.expanduser)
+    parser.flag("PATH", "A model's folder, or a run's.", type=home_path)
     parser.flag("REPO", "OWNER/NAME on the hub; made if it is missing.")
     parser.flag("--model NAME", models, shown="the first of these that is finished")
     about = "Only the LoRA adapter in the folder."

@@ -15,7 +15,7 @@ from tandem.checkpoint.state import LATEST, number_of, numbered
 from tandem.config.load import load_config
 from tandem.config.schema import RunConfig
 from tandem.config.stages import STAGES, Stage, in_order, policy_folders, sources
-from tandem.data.own_template import kept_with
+from tandem.data.own_template import with_kept_template
 from tandem.errors import CheckpointError, ModelError, TandemError
 from tandem.models.source import ADAPTER_CONFIG, Located, adapter_base, read_adapter_config
 from tandem.text import visible
@@ -120,8 +120,7 @@ def _refuse_misspelled(path: str, folder: Path) -> None:
 
 
 def _offer_of_run(run: Path, base: str) -> Offer:
-    config = load_config(run / "config.yaml")
-    config = replace(config, dataset=kept_with(config.dataset, run))
+    config = with_kept_template(load_config(run / "config.yaml"), run)
     models: dict[str, ModelSource] = {}
     if start := base or config.actor_model:
         models[BASE] = ModelSource(BASE, _found(start, run))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import getpass
-import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.config.pages import Parser
+from tandem.config.pages import Parser, home_path
 from tandem.errors import ConfigError
 from tandem.rewards.votes import asked_file, open_questions, write_vote
 from tandem.text import visible_lines
@@ -29,7 +28,7 @@ def vote_command(args: Sequence[str]) -> int:
     parser = Parser("vote", "FILE [flags]", about, "tandem vote votes.jsonl --who ann")
     parser.section("votes")
     about = "The file of tandem:votes?file=FILE; votes are appended and synced one by one."
-    parser.flag("FILE", about, type=os.path.expanduser)
+    parser.flag("FILE", about, type=home_path)
     parser.flag("--who NAME", "Who votes, kept with each vote.", shown="the user's name")
     about = "End when no question is open, rather than wait for the next."
     parser.flag("--once", about, False, shown="off", action="store_true")

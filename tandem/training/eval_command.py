@@ -14,6 +14,7 @@ from rich.text import Text
 from tandem.config.load import load_config
 from tandem.config.schema import rl_section
 from tandem.config.stages import rl_stage
+from tandem.data.own_template import with_kept_template
 from tandem.errors import CheckpointError
 from tandem.metrics.folder import EVALUATION_FILE
 from tandem.metrics.names import metric_or_unknown, title_of
@@ -23,7 +24,6 @@ from tandem.text import visible, visible_lines
 from tandem.training.best_of_n import frontier_table, measure_best_of
 from tandem.training.calibration import reliability_table
 from tandem.training.compare import compare
-from tandem.training.own_templates import with_kept_template
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import tokenizer_sources
 from tandem.training.stage_data import prepare_rows

@@ -9,16 +9,21 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tandem.checkpoint.folder import MANIFEST, read_manifest
-from tandem.checkpoint.state import newest_numbers
 from tandem.config.dataset import TOKENIZERS_OWN
 from tandem.config.schema import RunConfig
-from tandem.config.stages import stage_names
-from tandem.data.own_template import KEPT, KNOB, digest_of, is_gone, kept_with, read_template
-from tandem.errors import CheckpointError, ConfigError
+from tandem.data.own_template import (
+    KEPT,
+    KNOB,
+    digest_of,
+    is_gone,
+    read_template,
+    with_kept_template,
+)
+from tandem.errors import ConfigError
 from tandem.files import replace as replace_file
 from tandem.parallel.world import World
 from tandem.text import visible
+from tandem.training.provenance import recorded
 
 
 def settle_template(config: RunConfig, world: World) -> tuple[RunConfig, str]:
@@ -31,11 +36,11 @@ def settle_template(config: RunConfig, world: World) -> tuple[RunConfig, str]:
     folder, line = Path(config.output_dir), ""
     named = config.dataset.own_template
     if not named or is_gone(named):
-        recorded = world.all_gather_object(_recorded(folder))[0]
-        if recorded and named in ("", *recorded.values()):
-            stage, value = next(iter(recorded.items()))
-            dataset = kept_with(replace(config.dataset, chat_template=value), folder)
-            config = replace(config, dataset=dataset)
+        before = world.all_gather_object(_templates(folder))[0]
+        if before and named in ("", *before.values()):
+            stage, value = next(reversed(before.items()))
+            dataset = replace(config.dataset, chat_template=value)
+            config = with_kept_template(replace(config, dataset=dataset), folder)
             line = f"chat template: {visible(value)}, as for {stage} of {visible(str(folder))}"
     digests = world.all_gather_object(digest_of(read_template(config.dataset.own_template)))
     if len(set(digests)) > 1:
@@ -53,23 +58,10 @@ def keep_template(config: RunConfig) -> None:
         replace_file(Path(config.output_dir) / KEPT, own.source.encode())
 
 
-def with_kept_template(config: RunConfig, run: Path) -> RunConfig:
-    """A finished run's configuration with the copy of its template in place of the file."""
-    return replace(config, dataset=kept_with(config.dataset, run))
-
-
-def _recorded(folder: Path) -> dict[str, str]:
-    """The template of each stage in the folder, finished or not, that had one of its own; the
-    latest first."""
-    found = {}
-    for stage in reversed(stage_names()):
-        facts = newest_numbers(folder / "checkpoints" / stage) or {}
-        if (folder / stage / MANIFEST).exists():
-            try:
-                facts = read_manifest(folder / stage).facts
-            except CheckpointError:
-                continue  # reported when the stage itself is read
-        value = (facts.get("made_from") or {}).get(KNOB)
-        if isinstance(value, str) and value not in ("", TOKENIZERS_OWN):
-            found[stage] = value
-    return found
+def _templates(folder: Path) -> dict[str, str]:
+    """The template of each stage in the folder that had one of its own; the latest last."""
+    return {
+        stage: value
+        for stage, value in recorded(folder, KNOB).items()
+        if isinstance(value, str) and value not in ("", TOKENIZERS_OWN)
+    }

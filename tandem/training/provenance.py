@@ -17,12 +17,13 @@ import transformers
 
 from tandem import processor
 from tandem.checkpoint.folder import MANIFEST, read_manifest
+from tandem.checkpoint.state import newest_numbers
 from tandem.config.load import config_knobs, dump_config, knob_value
 from tandem.config.rules import selecting
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.scoring import weighted_models
 from tandem.config.spellings import RENAMED
-from tandem.config.stages import stage_of
+from tandem.config.stages import stage_names, stage_of
 from tandem.data.own_template import digest_of, read_template
 from tandem.errors import CheckpointError
 from tandem.files import at_once, sha256, sha256_once
@@ -59,6 +60,23 @@ _BUILT_ON = (
 _HARMLESS = ("max_skipped", "workers", "self_test")
 # Nor do these, unless the stage's result is chosen among its evaluations.
 _EVALUATING = ("eval_every", "eval_prompts")
+
+
+def recorded(folder: Path, name: str) -> dict[str, Any]:
+    """What stages in a run's folder, finished or not, were made from under this name; of those that
+    have it, the latest last."""
+    found = {}
+    for stage in stage_names():
+        facts = newest_numbers(folder / "checkpoints" / stage) or {}
+        if (folder / stage / MANIFEST).exists():
+            try:
+                facts = read_manifest(folder / stage).facts
+            except CheckpointError:
+                continue  # reported when the stage itself is read
+        made_from = facts.get("made_from") or {}
+        if name in made_from:
+            found[stage] = made_from[name]
+    return found
 
 
 class Identity:

@@ -17,11 +17,11 @@ from rich.text import Text
 
 from tandem.config.load import load_config
 from tandem.config.stages import stage_of
+from tandem.data.own_template import with_kept_template
 from tandem.data.tokenview import TokenPieces
 from tandem.errors import CheckpointError, ConfigError
 from tandem.metrics.log import Record, read_metrics
 from tandem.training.flight_recorder import Recorded
-from tandem.training.own_templates import with_kept_template
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import prepared, tokenizer_sources
 from tandem.training.stage_data import prepare_rows

@@ -45,7 +45,7 @@ from tandem.training.provenance import Identity
 from tandem.training.reward_function import check_rewards, columns_given, rewards_of
 from tandem.training.run_stages import ledger_lines
 from tandem.training.sample_file import Progress, SampleFile
-from tandem.training.sample_flags import REWARDS, SampleSettings
+from tandem.training.sample_flags import REWARDS, SampleSettings, scores, scoring_model
 from tandem.training.sample_rows import SampledAnswer, row_of
 from tandem.training.sample_summary import summary
 from tandem.training.signals import StopSignals
@@ -99,7 +99,7 @@ def sample(
 
 def _prompts(config: RunConfig, world: World, say: Callable[[str], None]) -> StepRows:
     """The prompts in the order of their files, checked against the models."""
-    reward = _reward_model(config)
+    reward = scoring_model(config)
     for model in filter(None, (config.actor_model, reward)):
         for folder in model_folders(model):
             verify_beside(folder, world=world)
@@ -123,16 +123,11 @@ def _prompts(config: RunConfig, world: World, say: Callable[[str], None]) -> Ste
     return rows
 
 
-def _reward_model(config: RunConfig) -> str:
-    """The reward model that scores; "" for none."""
-    return config.reward_model if rl_section(config).reward_model_weight else ""
-
-
 def _made_from(settings: SampleSettings, rows: StepRows, world: World) -> dict[str, object]:
     """All that the rows of the file depend on."""
     config, choice = settings.config, settings.choice
     identity = Identity(config, settings.output.parent, world)
-    reward, functions = _reward_model(config), rl_section(config).reward_function
+    reward, functions = scoring_model(config), rl_section(config).reward_function
     sampling = (name for name, _ in config_knobs() if name.startswith("sampling."))
     made_from: dict[str, object] = {
         **identity.knobs((*_DEPENDS_ON, *sampling)),
@@ -223,7 +218,7 @@ class _Sampling:
         if rewards is not None:
             stack.callback(rewards.close)
         placement = Placement(self._engine, world)
-        scorer, source = None, _reward_model(config)
+        scorer, source = None, scoring_model(config)
         self._say(f"policy: {visible(config.actor_model)}")
         if scores := [*filter(None, [source]), *config.scoring.reward_models, *names]:
             self._say(f"reward: {visible(', '.join(scores))}")
@@ -295,7 +290,7 @@ class _Sampling:
         progress.blank += sum(not answer.text.strip() for answer in answers)
         progress.scored += len(rewards)
         progress.rewards += sum(rewards)
-        if _scores(self._config):
+        if scores(self._config):
             progress.unscored += len(answers) - len(rewards)
         choice = self._settings.choice
         best = (
@@ -306,10 +301,6 @@ class _Sampling:
         if best:
             progress.num_best += 1
             progress.best += max(best)
-
-
-def _scores(config: RunConfig) -> bool:
-    return bool(_reward_model(config) or rl_section(config).reward_function)
 
 
 def _by_prompt(

@@ -7,7 +7,6 @@ where sampling reads them, so that prompts are rendered and answers scored as in
 from __future__ import annotations
 
 import math
-import os
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +15,8 @@ from typing import Any
 
 from tandem.config.flags import Reader, parse_run_flags
 from tandem.config.load import build, config_knobs, knob_value, load_config, set_knob
-from tandem.config.pages import Parser, paragraph
-from tandem.config.schema import RLConfig, RunConfig, rl_section
+from tandem.config.pages import Parser, home_path, paragraph
+from tandem.config.schema import RunConfig, rl_section
 from tandem.config.spellings import listed
 from tandem.config.stages import (
     latest_first,
@@ -27,7 +26,7 @@ from tandem.config.stages import (
     rl_stage,
     stage_names,
 )
-from tandem.data.own_template import kept_with
+from tandem.data.own_template import with_kept_template
 from tandem.data.parts import part_of
 from tandem.data.sources import parse_spec
 from tandem.errors import ConfigError, ModelError
@@ -116,8 +115,7 @@ def _run_of(path: str) -> RunConfig | None:
     folder = Path(path)
     if not (folder / "config.yaml").is_file():
         return None
-    run = load_config(folder / "config.yaml")
-    return replace(run, dataset=kept_with(run.dataset, folder))
+    return with_kept_template(load_config(folder / "config.yaml"), folder)
 
 
 def _policy_of(path: str, run: RunConfig | None, which: str) -> str:
@@ -216,7 +214,7 @@ def _option_problems(options: Namespace) -> list[str]:
 
 def _problems(options: Namespace, config: RunConfig) -> list[str]:
     """What is wrong between the command's flags and the configuration."""
-    problems, rl = [], rl_section(config)
+    problems: list[str] = []
     if not config.data:
         problems.append("data must name at least one data set; got none. Give --data FILE")
     if not config.actor_model:
@@ -234,12 +232,12 @@ def _problems(options: Namespace, config: RunConfig) -> list[str]:
             f"--samples-per-prompt must be at least 2 with --write pairs; got {samples}. Give e.g. "
             "--samples-per-prompt 4"
         )
-    if options.write in ("best", "pairs") and not (_scoring_model(config) or rl.reward_function):
+    if options.write in ("best", "pairs") and not scores(config):
         problems.append(
             f"--write {options.write} must have a reward to choose by; got none. Give "
             "--reward-model FOLDER or --reward-function FILE.py:name"
         )
-    if config.scoring.reward_models and not _scoring_model(config):
+    if config.scoring.reward_models and not scoring_model(config):
         problems.append(
             "scoring.reward_models must be empty without a reward model, beside which they count; "
             f"got {config.scoring.reward_models[0]}. Give it as --reward-model"
@@ -247,9 +245,14 @@ def _problems(options: Namespace, config: RunConfig) -> list[str]:
     return problems
 
 
-def _scoring_model(config: RunConfig) -> str:
-    rl: RLConfig = rl_section(config)
-    return config.reward_model if rl.reward_model_weight else ""
+def scoring_model(config: RunConfig) -> str:
+    """The reward model that scores; "" for none."""
+    return config.reward_model if rl_section(config).reward_model_weight else ""
+
+
+def scores(config: RunConfig) -> bool:
+    """Whether a model or a function scores answers."""
+    return bool(scoring_model(config) or rl_section(config).reward_function)
 
 
 def _parser() -> Parser:
@@ -268,12 +271,12 @@ def _parser() -> Parser:
     cut = "Choose among answers that the length limit cut off, too."
     path = "A run's folder, a model's or an adapter's folder, or a hub name."
     parser.section("model")
-    parser.flag("RUN_OR_MODEL", path, type=os.path.expanduser)
+    parser.flag("RUN_OR_MODEL", path, type=home_path)
     parser.flag("--model NAME", models, shown="the last that is finished")
     parser.section("files")
     parser.also("--data DATA ...", "Prompts as FILE_OR_NAME[:weight].", "required")
     output = "Where rows are written, as JSON lines; what they are made from, beside it."
-    parser.flag("--output FILE", output, type=os.path.expanduser, shown="required", required=True)
+    parser.flag("--output FILE", output, type=home_path, shown="required", required=True)
     parser.section("answers")
     own = "the run's, else "
     parser.also("--samples-per-prompt N", "Answers to each prompt.", "1")
@@ -298,7 +301,7 @@ def _parser() -> Parser:
     several = "Ranks on this machine, which share the prompts; --num-nodes and --rdzv as in train."
     parser.also("--num-gpus N", several, "1")
     file = "Knobs from a run's config.yaml or another such file, in place of the run's own."
-    parser.flag("--config FILE", file, shown="none", type=os.path.expanduser)
+    parser.flag("--config FILE", file, shown="none", type=home_path)
     parser.text(paragraph(
         "Other flags are those of tandem ppo --help-all: --top-p, --top-k (1: greedy) and the "
             "rest of sampling and scoring, --max-prompt-tokens, --on-long-row, --system-prompt, "

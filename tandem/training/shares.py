@@ -12,14 +12,13 @@ from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
-from tandem.checkpoint.folder import MANIFEST, read_manifest
-from tandem.checkpoint.state import newest_numbers
 from tandem.config import stages
 from tandem.config.schema import RunConfig
-from tandem.config.stages import Share, are_apart, in_order, stage_names
+from tandem.config.stages import Share, are_apart, in_order
 from tandem.data.split import DEFAULT_SHARES, SHARES, share_of, shares_among
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import ConfigError
 from tandem.parallel.world import World
+from tandem.training.provenance import recorded
 
 Shares = tuple[float, ...]
 _KNOB = "dataset.split"
@@ -54,18 +53,11 @@ def settle_shares(config: RunConfig, world: World) -> tuple[RunConfig, str]:
 
 def _splits(folder: Path) -> dict[str, Shares]:
     """The split that each stage in the folder was made with, finished or not; the latest last."""
-    found: dict[str, Shares] = {}
-    for stage in stage_names():
-        facts = newest_numbers(folder / "checkpoints" / stage) or {}
-        if (folder / stage / MANIFEST).exists():
-            try:
-                facts = read_manifest(folder / stage).facts
-            except CheckpointError:
-                continue  # reported when the stage itself is read
-        shares = (facts.get("made_from") or {}).get(_KNOB)
-        if isinstance(shares, list) and len(shares) == len(SHARES):
-            found[stage] = tuple(map(float, shares))
-    return found
+    return {
+        stage: tuple(map(float, shares))
+        for stage, shares in recorded(folder, _KNOB).items()
+        if isinstance(shares, list) and len(shares) == len(SHARES)
+    }
 
 
 def _kept(config: RunConfig, before: dict[str, Shares], running: set[Share]) -> Shares:

@@ -95,9 +95,7 @@ def load_renderer(
         own: the template to give the tokenizer; with `unless_its_own` only if it has none.
     """
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
-    if unless_its_own and tokenizer.chat_template:
-        own = None
-    put_template(tokenizer, own)
+    own = put_template(tokenizer, own, unless_its_own=unless_its_own)
     return tokenizer, Renderer(tokenizer, load_stop_ids(source), own)
 
 
