@@ -115,7 +115,7 @@ class Shaped:
         mask = made.batch.response_mask
         found = algorithm.advantages(made)
         if algorithm.given_advantages:
-            _require_advantages(found, made)
+            require_advantages(found, made)
         advantages, returns = found
         metrics = {**made.metrics, **_policy_metrics(rollout, numbers, rewards, advantages)}
         if values is not None and returns is not None:
@@ -135,7 +135,7 @@ class Shaped:
         )
 
 
-def _require_advantages(found: object, made: Experience) -> None:
+def require_advantages(found: object, made: Experience) -> None:
     """Refuse what a user's function returned unless it is advantages and the critic's returns.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Advantages and policy losses of the user's own: found, tried, and refused before a run begins."""
+"""Policy losses of the user's own, found and tried; advantages of their own, found."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tandem.config.schema import RLConfig
 from tandem.errors import ConfigError, TandemError
 from tandem.named_functions import named_function
 from tandem.objectives.policy import TokenLosses, given_policy_loss
-from tandem.parallel.world import World
 from tandem.text import one_line
 
 if TYPE_CHECKING:
@@ -52,23 +51,11 @@ def named_advantages(rl: RLConfig, section: str) -> AdvantagesOf | None:
     return cast("AdvantagesOf", function)
 
 
-def check_policy_functions(rl: RLConfig, section: str, world: World) -> None:
-    """Try the functions that a section names, on every rank.
-
-    Raises:
-        ConfigError: on every rank, one of them cannot be used on some.
-    """
-    problem = ""
-    try:
-        named_advantages(rl, section)
-        losses = named_losses(rl, section)
-        if losses is not None:
-            try_token_losses(losses, f"{section}.loss_function {rl.loss_function}")
-    except ConfigError as error:
-        problem = str(error)
-    problems = world.all_gather_object(problem)
-    if first := next(filter(None, problems), ""):
-        raise ConfigError(first)
+def told(error: Exception) -> str:
+    """What went wrong in a user's function, in a sentence."""
+    if isinstance(error, TandemError):
+        return str(error)
+    return f"{type(error).__name__}: {one_line(error)}. Fix it (--debug shows where)."
 
 
 def try_token_losses(token_losses: TokenLosses, name: str) -> None:
@@ -109,10 +96,9 @@ def _tried(token_losses: TokenLosses, name: str, rows: slice) -> Tensor:
         given_policy_loss(*given, token_losses=one_by_one).loss.backward()
     # Whatever a user's function does is told to them in one line.
     except Exception as error:
-        told = str(error) if isinstance(error, TandemError) else (
-            f"{type(error).__name__}: {one_line(error)}. Fix it (--debug shows where)."
-        )  # fmt: skip
-        raise ConfigError(f"{name} could not be used on two made-up answers: {told}") from error
+        raise ConfigError(
+            f"{name} could not be used on two made-up answers: {told(error)}"
+        ) from error
     if any(not torch.equal(a, b) for a, b in zip(given, before, strict=True)):
         raise ConfigError(
             f"{name} must leave its arguments as they are, which later updates read again; it "

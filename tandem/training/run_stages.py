@@ -51,7 +51,7 @@ from tandem.training.forecast import Forecast
 from tandem.training.given import GivenModel, Rows, digest_of_module, with_given
 from tandem.training.own_templates import settle_template
 from tandem.training.planned_steps import planned_steps
-from tandem.training.policy_functions import check_policy_functions
+from tandem.training.policy_trial import check_policy_functions
 from tandem.training.preflight import (
     check_parallel,
     check_rows,
@@ -206,7 +206,8 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
         run.require_continuable(unfinished[0])
         if of_family(unfinished, "rl"):
             rl = rl_section(config)
-            check_policy_functions(rl, rl_stage(config.stages).section, run.world)
+            section, samples = rl_stage(config.stages).section, config.sampling.samples_per_prompt
+            check_policy_functions(rl, section, rows.prompts, samples, run.world)
             for line in check_rewards(rl.reward_function, config, rows, run.world):
                 print_line(line)
         to_come = replace(config, stages=tuple(unfinished))

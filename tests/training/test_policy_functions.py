@@ -50,6 +50,17 @@ def with_returns(made):
 
 def two(made, other):
     return made.rewards, None
+
+def per_answer(made):
+    return made.scores, None
+
+def takes_the_mean(made):
+    made.rewards.sub_(made.rewards.mean())
+    return made.rewards, made.rewards
+
+def by_level(made):
+    levels = [prompt.columns["level"] for prompt in made.rollout.prompts]
+    return made.rewards * torch.tensor(levels)[:, None], made.rewards
 """
 
 
@@ -105,6 +116,10 @@ def test_functions_that_say_what_the_knobs_say_give_the_same_weights(
         ({"loss_function": "FILE:clipped?cut=1"}, "must have the option cut.*got clip"),
         ({"loss_function": "FILE"}, "must be file.py:function or module:function"),
         ({"advantage_function": "FILE:two"}, "must take one argument, the experience"),
+        ({"advantage_function": "FILE:per_answer"}, r"made-up answers.*must be a pair.*got torch"),
+        ({"advantage_function": "FILE:group_mean"}, r"made-up.*must be a pair.*the critic's ret"),
+        ({"advantage_function": "FILE:takes_the_mean"}, "must leave the experience as it is"),
+        ({"advantage_function": "FILE:by_level"}, "could not be used on 2 made-up.*KeyError: 'lev"),
     ],
 )
 def test_a_function_of_no_use_is_refused_before_any_stage(

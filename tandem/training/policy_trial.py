@@ -1,0 +1,121 @@
+"""Advantages and policy losses of the user's own, tried on made-up answers before a run begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tandem.config.schema import RLConfig
+from tandem.errors import ConfigError
+from tandem.parallel.world import World
+from tandem.training.experience import require_advantages
+from tandem.training.policy_functions import (
+    named_advantages,
+    named_losses,
+    told,
+    try_token_losses,
+)
+from tandem.types import Experience, PromptRow, Rollout, TokenBatch, TokenRow
+
+if TYPE_CHECKING:
+    from tandem.training.algorithm import AdvantagesOf
+
+
+def check_policy_functions(
+    rl: RLConfig, section: str, prompts: Sequence[PromptRow], samples: int, world: World
+) -> None:
+    """Try the functions that a section names, on every rank.
+
+    Args:
+        prompts: what the run draws its prompts from.
+        samples: answers to each.
+    Raises:
+        ConfigError: on every rank, one of them cannot be used on some.
+    """
+    problem = ""
+    try:
+        advantages = named_advantages(rl, section)
+        if advantages is not None and prompts:
+            made = _made_up(prompts[:2], samples, section == "ppo", has_reference=rl.has_reference)
+            try_advantages(
+                advantages, f"{section}.advantage_function {rl.advantage_function}", made
+            )
+        losses = named_losses(rl, section)
+        if losses is not None:
+            try_token_losses(losses, f"{section}.loss_function {rl.loss_function}")
+    except ConfigError as error:
+        problem = str(error)
+    problems = world.all_gather_object(problem)
+    if first := next(filter(None, problems), ""):
+        raise ConfigError(first)
+
+
+def try_advantages(advantages_of: AdvantagesOf, name: str, made: Experience) -> None:
+    """Call advantages on an experience, here a made-up one.
+
+    Raises:
+        ConfigError: they fail, are no tensors of the response mask's shape, or change what they
+            were given.
+    """
+    of_experience = [getattr(made, field.name) for field in fields(made)]
+    of_batch = [made.batch.token_ids, made.batch.attention_mask, made.batch.response_mask]
+    tensors = [part for part in (*of_experience, *of_batch) if isinstance(part, Tensor)]
+    before = [tensor.clone() for tensor in tensors]
+    try:
+        require_advantages(advantages_of(made), made)
+    # Whatever a user's function does is told to them in one line.
+    except Exception as error:
+        raise ConfigError(
+            f"{name} could not be used on {len(made)} made-up answers to the data's first prompts: "
+            f"{told(error)}"
+        ) from error
+    if any(not torch.equal(a, b) for a, b in zip(tensors, before, strict=True)):
+        raise ConfigError(
+            f"{name} must leave the experience as it is, which the update reads; it changed a "
+            "tensor in place. Write x = x * y for x *= y."
+        )
+
+
+def _made_up(
+    prompts: Sequence[PromptRow], samples: int, has_critic: bool, *, has_reference: bool
+) -> Experience:
+    """Answers of one to four tokens, no two alike in score, that nobody wrote: `samples` to each of
+    the prompts."""
+    asked = [prompt for prompt in prompts for _ in range(samples)]
+    lengths = [1 + (3 - place) % 4 for place in range(len(asked))]
+    rows = [
+        TokenRow((*p.token_ids, *[p.token_ids[-1]] * n), (False,) * len(p) + (True,) * n, p.source)
+        for p, n in zip(asked, lengths, strict=True)
+    ]
+    batch = TokenBatch.from_rows(rows, rows[0].token_ids[-1])
+    mask = batch.response_mask
+    noise = torch.Generator().manual_seed(0)
+
+    def drawn(scale: float, mean: float = 0.0) -> Tensor:
+        return (mean + scale * torch.rand(mask.shape, generator=noise)) * mask
+
+    logprobs, scores = drawn(-3.0, -0.1), torch.linspace(-1.0, 2.0, len(asked))
+    last = mask & ~torch.nn.functional.pad(mask, (0, 1))[:, 1:]
+    rewards = drawn(-0.02, 0.01) + last * scores[:, None]
+    group = torch.arange(len(prompts)).repeat_interleave(samples)
+    finished = torch.arange(len(asked)) % 4 != 0
+    rollout = Rollout(
+        batch, logprobs, logprobs, drawn(2.0), finished, tuple(asked), ("",) * len(asked), group
+    )
+    made = Experience(
+        batch=batch,
+        old_logprobs=logprobs,
+        rewards=rewards,
+        advantages=torch.zeros_like(rewards),
+        scores=scores,
+        group=group,
+        rollout=rollout,
+        metrics={"kl_coef": 0.0, "reward": float(scores.mean())},
+    )
+    if has_reference:
+        made = replace(made, ref_logprobs=drawn(-3.0, -0.1))
+    return replace(made, values=drawn(1.0)) if has_critic else made
