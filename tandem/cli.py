@@ -40,6 +40,7 @@ _SUMMARIES = {
     "serve": "Serve a run's models: OpenAI's API, and a page to look, compare and vote.",
     "eval": "Compare a run's models on held-out rows: perplexity, reward, answers side by side.",
     "sample": "A model's scored answers in a file: all, best of n for SFT, or pairs for DPO.",
+    "export": "The models of an unfinished stage, from one of its checkpoints.",
     "report": "Rewrite a run's one-page HTML report.",
     "vote": "Decide between answers that a run with the reward tandem:votes asks about.",
     "push": "Upload a model's folder to the Hugging Face hub, private by default.",
@@ -129,6 +130,7 @@ def _run(args: list[str], debug: bool) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "eval": _eval,
         "sample": partial(_sample, debug),
+        "export": partial(_export, debug),
         "report": _report,
         "demo": _demo,
         "replay": _replay,
@@ -318,6 +320,29 @@ def _replay(args: list[str]) -> int:
     from tandem.training.replay import replay
 
     return replay(options.run, options.step, stage=options.stage, rows=options.rows)
+
+
+def _export(debug: bool, args: list[str]) -> int:
+    from tandem.training.own_folder import config_of_run
+
+    launched, flags, wrong = take_launch_flags(args)
+    parser = _run_parser("export", "--output DIR [flags]", " --output models/so-far")
+    parser.flag("--output DIR", "A new folder.", "", shown="required", required=True,
+                type=home_path)  # fmt: skip
+    parser.flag("--stage NAME", f"Whose: {listed(stage_names())}.", shown="the unfinished one")
+    parser.flag("--step N", "After which step.", 0, shown="the newest checkpoint's")
+    options = parser.parse_args(flags)
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+    config = config_of_run(options.run)
+    if launched.is_needed and not is_launched():
+        return _launch(["export", *args], launched, config, f"{options.output}.logs", debug)
+    with leaving_at_signals():
+        with _loading("export"):
+            from tandem.training.export import export
+        with _among_ranks(config) as world:
+            export(options.run, options.output, stage=options.stage, step=options.step, world=world)
+    return 0
 
 
 def _report(args: list[str]) -> int:

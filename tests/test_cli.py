@@ -36,6 +36,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str], args: tuple[str, .
         ("data check", ("--stages NAME ...", "[sft reward ppo]")),
         ("report", ("usage: tandem report RUN",)),
         ("replay", ("--step N", "[required]", "--rows N", "[3]")),
+        ("export", ("--output DIR", "[required]", "--step N", "[the newest checkpoint's]")),
         ("sweep", ("--sweep-stages N ...", "[0 1 2 3]", "--no-sweep-offload")),
         ("demo", ("--output-dir DIR", "[runs/demo]")),
         ("vote", ("--who NAME", "[the user's name]", "--once")),

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tandem.config.load import load_config
 from tandem.config.schema import rl_section
 from tandem.config.stages import rl_stage
-from tandem.data.own_template import with_kept_template
-from tandem.errors import CheckpointError
 from tandem.metrics.folder import EVALUATION_FILE
 from tandem.metrics.names import metric_or_unknown, title_of
 from tandem.metrics.report import write_report
@@ -24,6 +20,7 @@ from tandem.text import visible, visible_lines
 from tandem.training.best_of_n import frontier_table, measure_best_of
 from tandem.training.calibration import reliability_table
 from tandem.training.compare import compare
+from tandem.training.own_folder import config_of_run
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import tokenizer_sources
 from tandem.training.stage_data import prepare_rows
@@ -39,11 +36,7 @@ def evaluate_run(path: str, num_prompts: int, best_of: int = 0) -> dict[str, Any
     Raises:
         CheckpointError: `path` is not a run's folder.
     """
-    folder = Path(path)
-    if not (folder / "config.yaml").exists():
-        raise CheckpointError(f"{path} must be a run's folder (with config.yaml); it is not.")
-    config = with_kept_template(load_config(folder / "config.yaml"), folder)
-    config = replace(config, output_dir=path)
+    config = config_of_run(path)
     if num_prompts:
         section: Any = replace(rl_section(config), eval_prompts=num_prompts)
         config = replace(config, **{rl_stage(config.stages).section: section})
@@ -57,7 +50,7 @@ def evaluate_run(path: str, num_prompts: int, best_of: int = 0) -> dict[str, Any
             run.write_json(EVALUATION_FILE, evaluation)
     show_comparison(evaluation)
     if not num_prompts:
-        print(f"report: {write_report(folder)}")
+        print(f"report: {write_report(path)}")
     return evaluation
 
 

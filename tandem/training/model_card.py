@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tandem.checkpoint.folder import CARD
+from tandem.checkpoint.folder import CARD, write_folder
 from tandem.config.load import config_knobs, knob_value
 from tandem.config.schema import RunConfig, minibatch_size
 from tandem.config.stages import Stage, stage_of
@@ -17,8 +17,10 @@ from tandem.metrics.text import with_unit
 from tandem.models.save import ADAPTER_FOLDER
 from tandem.models.source import ADAPTER_CONFIG
 from tandem.text import visible
-from tandem.training.lineage import Step
+from tandem.training.lineage import FACT, Step
+from tandem.training.provenance import origin
 from tandem.training.selection import FACTS, described
+from tandem.training.step_metrics import finite
 
 if TYPE_CHECKING:
     from tandem.training.run_folder import Run
@@ -68,16 +70,41 @@ _USE = {
 }
 
 
-def write_cards(
+def write_models(
+    run: Run,
+    stage: str,
+    folder: Path,
+    fill: Callable[[Path], None],
+    facts: Mapping[str, float],
+    lineage: Sequence[Step],
+    further: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a stage's models into a folder, all or nothing, with their cards and a manifest.
+
+    Args:
+        fill: writes models into the folder that it is given; every rank calls it.
+        facts: the stage's last figures, by metric.
+        lineage: the stages that led to its model; it is the last.
+        further: what else the manifest says.
+    Raises:
+        CheckpointError: as `checkpoint.folder.write_folder`.
+    """
+    figures = finite(facts)
+
+    def fill_with_cards(target: Path) -> None:
+        fill(target)
+        if run.world.is_first:
+            _write_cards(run, stage, target, figures, lineage)
+
+    said = {**figures, **origin(run.config, run.world), **(further or {}), FACT: lineage}
+    write_folder(folder, fill_with_cards, said, world=run.world)
+
+
+def _write_cards(
     run: Run, stage_name: str, folder: Path, facts: Mapping[str, float], lineage: Sequence[Step]
 ) -> None:
     """Write a card into every model's folder of a stage: the stage's own or those inside, and the
-    adapter's.
-
-    Args:
-        facts: the stage's last figures, by metric.
-        lineage: the stages that led to its model; it is the last.
-    """
+    adapter's."""
     stage = stage_of(stage_name)
     for place in (folder, *sorted(path for path in folder.rglob("*") if path.is_dir())):
         if (place / "config.json").is_file() or (place / ADAPTER_CONFIG).is_file():

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from tandem.config.load import load_config
+from tandem.config.schema import RunConfig
 from tandem.config.stages import stage_names
+from tandem.data.own_template import with_kept_template
 from tandem.errors import CheckpointError
 
 SAVE_NOW = "save-now"
@@ -14,6 +18,19 @@ COMMAND_FILE = "command.txt"
 """The first file that is written into a run's folder; it identifies one."""
 GIVEN = "given"
 """Where data and models that Python code has given a run are kept."""
+
+
+def config_of_run(folder: str) -> RunConfig:
+    """The configuration that a run was made with; its `output_dir` is where the folder lies now.
+
+    Raises:
+        CheckpointError: the folder is not a run's.
+    """
+    path = Path(folder)
+    if not (path / "config.yaml").is_file():
+        raise CheckpointError(f"{folder} must be a run's folder (with config.yaml); it is not.")
+    config = with_kept_template(load_config(path / "config.yaml"), path)
+    return replace(config, output_dir=folder)
 
 
 def require_run_folder(path: Path) -> None:

@@ -7,21 +7,18 @@ the same metrics, on a CPU to the last bit. They are compared with the run's own
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tandem.config.load import load_config
 from tandem.config.stages import stage_of
-from tandem.data.own_template import with_kept_template
 from tandem.data.tokenview import TokenPieces
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import ConfigError
 from tandem.metrics.log import Record, read_metrics
 from tandem.training.flight_recorder import Recorded
+from tandem.training.own_folder import config_of_run
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import prepared, tokenizer_sources
 from tandem.training.stage_data import prepare_rows
@@ -48,11 +45,7 @@ def replay(folder: str, step: int, *, stage: str = "", rows: int = 3) -> int:
     """
     if rows < 0:
         raise ConfigError(f"--rows must be >= 0; got {rows}.")
-    path = Path(folder) / "config.yaml"
-    if not path.is_file():
-        raise CheckpointError(f"{folder} must be a run's folder (with config.yaml); it is not.")
-    config = with_kept_template(load_config(path), Path(folder))
-    config = replace(config, output_dir=folder)
+    config = config_of_run(folder)
     recorded = {record.stage: record for record in read_metrics(folder) if record.step == step}
     stages = [stage] if stage else [name for name in config.stages if name in recorded][-1:]
     if step < 1 or not stages or stages[0] not in config.stages:

@@ -21,7 +21,6 @@ from tandem.checkpoint.folder import (
     read_facts,
     require_own,
     together,
-    write_folder,
 )
 from tandem.checkpoint.saver import Saver
 from tandem.checkpoint.state import (
@@ -46,14 +45,13 @@ from tandem.metrics.log import MetricLog, MutedLog
 from tandem.parallel.world import World
 from tandem.text import ignore_line
 from tandem.training.callbacks import Callback
-from tandem.training.lineage import FACT, lineage_of
-from tandem.training.model_card import write_cards
+from tandem.training.lineage import lineage_of
+from tandem.training.model_card import write_models
 from tandem.training.own_folder import CHECKPOINTS, COMMAND_FILE, require_run_folder
 from tandem.training.own_templates import keep_template
 from tandem.training.provenance import Identity, environment, origin
 from tandem.training.signals import StopSignals
 from tandem.training.stage_data import StepRows
-from tandem.training.step_metrics import finite
 
 _LOCK_FILE = ".lock"
 
@@ -253,15 +251,8 @@ class Run:
         except CheckpointError as error:
             self.print_line(f"{stage}: {error}")  # the stage's own folder is about to be written
         lineage = lineage_of(self, stage_of(stage))
-        made_from = {"made_from": self.identity.made_from(stage), FACT: lineage}
-        known = {**finite(facts), **origin(self.config, self.world), **made_from}
-
-        def fill_with_cards(target: Path) -> None:
-            fill(target)
-            if self.world.is_first:
-                write_cards(self, stage, target, finite(facts), lineage)
-
-        write_folder(self.folder(stage), fill_with_cards, known, world=self.world)
+        made_from = {"made_from": self.identity.made_from(stage)}
+        write_models(self, stage, self.folder(stage), fill, facts, lineage, made_from)
         if self.world.is_keeper:
             shutil.rmtree(self.checkpoints(stage), ignore_errors=True)
 

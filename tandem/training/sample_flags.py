@@ -137,7 +137,8 @@ def _policy_of(path: str, run: RunConfig | None, which: str) -> str:
     if not there:
         raise ModelError(
             f"{visible(path)} must have a finished stage with a policy; got none. Run the same "
-            "tandem train command again to finish it, or give --model base."
+            "tandem train command again to finish it, write out a checkpoint's with tandem export, "
+            "or give --model base."
         )
     return str(folders[which or there[0]])
 
