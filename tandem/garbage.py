@@ -28,17 +28,27 @@ def collected_seldom() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
+_is_frozen = False
+
+
 @contextmanager
 def no_collection_of_old_objects() -> Iterator[None]:
     """Collect once, then keep the collector away from what exists now: libraries, models, rows.
 
     These hundreds of thousands of objects live as long as the stage, and every full collection
-    would visit each of them. Objects made later are collected as usual. Blocks may be nested; where
-    an inner one ends, old objects are visited again.
+    would visit each of them. Objects made later are collected as usual. Blocks may be nested: an
+    inner one collects what the outer one has left, and keeps nothing away, as it could not tell
+    its own objects from the outer one's when it ends.
     """
+    global _is_frozen
     gc.collect()
+    if _is_frozen:
+        yield
+        return
     gc.freeze()
+    _is_frozen = True
     try:
         yield
     finally:
+        _is_frozen = False
         gc.unfreeze()

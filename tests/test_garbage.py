@@ -38,13 +38,17 @@ def test_the_garbage_collector_skips_what_a_stage_keeps_and_collects_what_its_st
     assert id(kept) in {id(found) for found in gc.get_objects()}
 
 
-def test_an_inner_block_leaves_nothing_frozen_when_the_outer_one_ends() -> None:
+def test_an_inner_block_collects_and_leaves_what_is_frozen_to_the_outer_one() -> None:
+    kept = Node()
     with no_collection_of_old_objects():
+        before, garbage = gc.get_freeze_count(), cycle()
         with no_collection_of_old_objects():
-            pass
-        made = cycle()
+            assert garbage() is None
+            made = cycle()
+        assert gc.get_freeze_count() == before
+        assert id(kept) not in {id(found) for found in gc.get_objects()}
         gc.collect()
-        assert made() is None
+        assert made() is None, "what the inner one made can be collected"
     assert gc.get_freeze_count() == 0
 
 

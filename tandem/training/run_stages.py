@@ -220,7 +220,7 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
     run.open(command)
     run.write_json("data.json", json.loads(rows.ledger.to_json()))
     run.write_json(ROWS_FILE, shown_rows(rows))
-    with report_at_a_stop(run):
+    with report_at_a_stop(run), no_collection_of_old_objects():  # of libraries and rows
         _run_stages(run, rows, unfinished)
         if not is_compared(run):
             compare(run, rows)
