@@ -12,7 +12,7 @@ from torch import Tensor
 from tandem.config.schema import RLConfig
 from tandem.errors import ConfigError
 from tandem.parallel.world import World
-from tandem.training.experience import require_advantages
+from tandem.training.experience import ScoredAnswers, require_advantages
 from tandem.training.policy_functions import (
     named_advantages,
     named_losses,
@@ -40,7 +40,7 @@ def check_policy_functions(
     try:
         advantages = named_advantages(rl, section)
         if advantages is not None and prompts:
-            made = _made_up(prompts[:2], samples, section == "ppo", has_reference=rl.has_reference)
+            made = _made_up(prompts[:2], samples, rl)
             try_advantages(
                 advantages, f"{section}.advantage_function {rl.advantage_function}", made
             )
@@ -80,9 +80,7 @@ def try_advantages(advantages_of: AdvantagesOf, name: str, made: Experience) -> 
         )
 
 
-def _made_up(
-    prompts: Sequence[PromptRow], samples: int, has_critic: bool, *, has_reference: bool
-) -> Experience:
+def _made_up(prompts: Sequence[PromptRow], samples: int, rl: RLConfig) -> Experience:
     """Answers of one to four tokens, no two alike in score, that nobody wrote: `samples` to each of
     the prompts."""
     asked = [prompt for prompt in prompts for _ in range(samples)]
@@ -106,6 +104,18 @@ def _made_up(
     rollout = Rollout(
         batch, logprobs, logprobs, drawn(2.0), finished, tuple(asked), ("",) * len(asked), group
     )
+    absent = torch.full_like(scores, torch.nan)
+    scored = ScoredAnswers(
+        scores=scores,
+        shown=scores,
+        mixed=scores,
+        is_scored=torch.ones_like(scores, dtype=torch.bool),
+        was_clipped=torch.zeros_like(scores, dtype=torch.bool),
+        raw=absent,
+        model=absent,
+        further=scores.new_zeros(len(scores), 0),
+        function=scores,
+    )
     made = Experience(
         batch=batch,
         old_logprobs=logprobs,
@@ -114,8 +124,8 @@ def _made_up(
         scores=scores,
         group=group,
         rollout=rollout,
-        metrics={"kl_coef": 0.0, "reward": float(scores.mean())},
+        metrics={**scored.metrics(rollout), "kl_coef": rl.kl_coef},
     )
-    if has_reference:
+    if rl.has_reference:
         made = replace(made, ref_logprobs=drawn(-3.0, -0.1))
-    return replace(made, values=drawn(1.0)) if has_critic else made
+    return replace(made, values=drawn(1.0)) if rl.has_critic else made

@@ -48,6 +48,11 @@ def with_returns(made):
     returns = made.rewards.flip(1).cumsum(1).flip(1) * mask
     return (returns - made.values) * mask, returns
 
+def above_the_mean(made):
+    mask = made.batch.response_mask
+    advantages = (made.scores - made.metrics["reward"])[:, None] * mask
+    return advantages - made.metrics["kl_coef"] * mask, made.rewards
+
 def two(made, other):
     return made.rewards, None
 
@@ -201,3 +206,12 @@ def test_a_loss_over_one_answer_at_a_time_may_sum_over_it() -> None:
         return -ratio * advantages / mask.sum(1, keepdim=True)
 
     try_token_losses(per_answer, "sequence ratio")
+
+
+def test_the_trial_has_the_figures_that_a_rollout_has(
+    functions: Path, tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    more = {"ppo__reward_function": REWARD, "ppo__steps": 1}
+    more |= {"ppo__advantage_function": f"{functions}:above_the_mean"}
+    run = tiny_config(tmp_path / "run", tiny_model, preferences, stages=["ppo"], **more)
+    assert (ran(run) / "ppo" / "actor").is_dir()
