@@ -19,7 +19,7 @@ from tandem.config.schema import (
     rl_section,
 )
 from tandem.config.scoring import weighted_models
-from tandem.config.stages import are_apart, in_order, of_family, rl_stage, ways
+from tandem.config.stages import Stage, are_apart, in_order, of_family, rl_stage, stage_names, ways
 from tandem.errors import ConfigError
 
 
@@ -48,6 +48,12 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
             f"dropout and lora.dropout must be 0 if {rl[0].name} is among the stages (two "
             f"forwards of one policy must agree); got {config.dropout:g} and "
             f"{config.lora.dropout:g}"
+        )
+    named = in_order(name for name in stages if name in stage_names())
+    if config.reference_model and not any(has_reference(config, stage) for stage in named):
+        yield (
+            "reference_model must be empty where no stage compares the policy with a reference; "
+            f"got {config.reference_model}. Remove it"
         )
     yield from _data_problems(config)
     if not all(0 <= beta < 1 for o in _optimizers(config) for beta in o.betas):
@@ -90,6 +96,16 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
     yield from _selection_problems(config)
     yield from _answers_problems(config)
     yield from _unread_by_stages(config)
+
+
+def has_reference(config: RunConfig, stage: Stage) -> bool:
+    """Whether a stage loads a reference: its record says so, and its algorithm and the preference
+    loss that it reads need one."""
+    section = getattr(config, stage.section)
+    if isinstance(section, RLConfig) and not section.has_reference:
+        return False
+    goes_without = stage.reads("dpo.loss") and not config.dpo.needs_reference
+    return "reference" in stage.freezes and not goes_without
 
 
 def selecting(section: SupervisedConfig | RLConfig) -> str:

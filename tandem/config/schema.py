@@ -289,6 +289,9 @@ class RunConfig:
     reward_model: str = knob("", common=("train", "critic"), path=True)
     """Folder or hub name of the model that the reward stage starts from (for PPO alone: the reward
     model itself). Empty: the run's SFT model."""
+    reference_model: str = knob("", path=True)
+    """Folder or hub name of the policy that the KL and the losses on preferences compare with, of
+    the same tokenizer. Empty: the policy as the stage begins."""
     data: tuple[str, ...] = knob((), common=True, path=True)
     """Data sets as FILE_OR_NAME[@CONFIGURATION/SPLIT][:weight]; weight 2 uses each row twice per
     epoch, 0.5 every other row. `embedded` is the built-in one."""

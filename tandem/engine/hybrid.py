@@ -1,7 +1,8 @@
 """The hybrid engine: the roles of RLHF on one set of weights that trains and generates.
 
 actor         the policy that is trained; it also generates
-reference     the policy as it started: with LoRA the actor with its adapters off, else a copy
+reference     the policy as it started (with LoRA the actor with its adapters off, else a copy), or
+              another model
 critic        values of states, in the units of normalized scores
 reward_model  one score per answer
 
@@ -32,6 +33,7 @@ from tandem.engine.forward import response_logprobs, scored, token_values
 from tandem.engine.learner import Learner
 from tandem.engine.module_scorer import any_scorer
 from tandem.engine.placement import Base, Model, Placement
+from tandem.engine.reference import place_reference
 from tandem.engine.rollouts import generating, rollout_of
 from tandem.engine.scoring import scorer_tokenizer
 from tandem.errors import ConfigError, ModelError
@@ -82,6 +84,7 @@ class RLHFEngine:
         *,
         reward_model: Model | nn.Module | Path | None = None,
         critic: Model | Path | None = None,
+        reference: Model | Path | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         reward_tokenizer: PreTrainedTokenizerBase | None = None,
         has_critic: bool = True,
@@ -92,11 +95,13 @@ class RLHFEngine:
 
         Args:
             settings: of a run's configuration: `engine_settings(config)`.
-            actor: the SFT model. The reference is its present state.
+            actor: the SFT model.
             reward_model: a model with a scalar head, any torch module (called as
                 `module_scorer.RewardModule` says), or None where a function rewards.
             critic: where the critic starts; by default the reward model, or the actor's backbone
                 with a new head of zeros if there is none or its tokenizer is another.
+            reference: what the actor is compared with, of the same tokenizer; by default the
+                actor's present state.
             tokenizer, reward_tokenizer: required for models given as modules.
             has_critic, has_reference: False for an algorithm without them; they then take no
                 memory.
@@ -108,6 +113,7 @@ class RLHFEngine:
         actor = str(actor) if isinstance(actor, Path) else actor
         reward_model = str(reward_model) if isinstance(reward_model, Path) else reward_model
         critic = str(critic) if isinstance(critic, Path) else critic
+        reference = str(reference) if isinstance(reference, Path) else reference
         self.settings = settings
         self.world = world or World(device=resolve_device(settings.device))
         self.device = self.world.device
@@ -118,15 +124,15 @@ class RLHFEngine:
         if isinstance(reward_model, PreTrainedModel | str) and reward_tokenizer is None:
             reward_tokenizer = self._tokenizer_of(reward_model, "reward_tokenizer")
         # Copies are made before their original gets adapters or is split.
-        reference = _another(actor) if has_reference and settings.lora.rank == 0 else None
+        tokens_of_reference = None if reference is None else self.tokenizer
+        if has_reference and reference is None and settings.lora.rank == 0:
+            reference = _another(actor)
         if has_critic and critic is None:
             critic = self._critic_start(actor, reward_model, reward_tokenizer)
         self.has_reference = has_reference
         self.actor = placement.policy(actor, trained=True, keeps_start=True)
         check_vocabulary(self.actor, self.tokenizer)
-        base = None
-        if settings.parallel.shared_base:
-            base = Base(self.actor, self.actor.name_or_path if isinstance(actor, str) else None)
+        base = _shared_base(self.actor, actor) if settings.parallel.shared_base else None
         self.renderer = Renderer(self.tokenizer, stop_ids(self.actor.generation_config))
         self.scorer = any_scorer(placement, reward_model, reward_tokenizer, self.renderer, base)
         self.critic = None
@@ -136,19 +142,16 @@ class RLHFEngine:
                 critic, trained=True, seed=seed, base=base, zero_head=True
             )
         self.reference = None
-        if reference is not None:
-            on_host = "reference" in settings.parallel.offload
-            self.reference = placement.policy(reference, trained=False, on_host=on_host)
+        if has_reference and reference is not None:
+            self.reference = place_reference(placement, reference, tokens_of_reference)
         self.agreement = check_policy(self.actor, self.tensor_group)
-        if has_reference:
+        if has_reference and tokens_of_reference is None:
             check_same_start(self.actor, self.reference)
         self.scaler = LossScaler() if self.dtype == torch.float16 else None
         self.actor_learner = self._learner("actor", self.actor)
         self.critic_learner = self._learner("critic", self.critic) if self.critic else None
-        self.ema = None
-        if settings.ema_decay:
-            masters = self.actor_learner.masters
-            self.ema = MovingAverage(self.actor, settings.ema_decay, masters)
+        decay, masters = settings.ema_decay, self.actor_learner.masters
+        self.ema = MovingAverage(self.actor, decay, masters) if decay else None
 
     @property
     def stops(self) -> Stops:
@@ -377,6 +380,11 @@ class RLHFEngine:
             "RLHFEngine must get critic= where the actor is a module and no reward model shares "
             "its tokenizer; got none. Pass a folder or a model with a scalar head."
         )
+
+
+def _shared_base(placed: PreTrainedModel, given: Model) -> Base:
+    """The actor's frozen weights, for others that begin with the same."""
+    return Base(placed, placed.name_or_path if isinstance(given, str) else None)
 
 
 def _another(model: Model) -> Model:

@@ -63,6 +63,7 @@ def supervised_memory(
     answered: int,
     later: int | None = None,
     reference: bool = False,
+    other: Shape | None = None,
     reference_on_host: bool = False,
     packs: bool = False,
 ) -> MemoryPlan:
@@ -72,14 +73,15 @@ def supervised_memory(
         tokens: of the largest micro-batch on a rank, of which `answered` go through the head.
         later: of the largest that adds to an earlier one's gradients, 0 if none does; None:
             gradients are counted as if always there.
-        reference: there is a frozen copy too; never under LoRA.
+        reference: the loss needs one: a frozen copy, or the model itself under LoRA.
+        other: the shape of a reference that is another model.
         reference_on_host: its weights are in host memory.
         packs: it is a policy that would decode from packed weights, which its check makes.
     """
     layout = replace(layout, shares_base=False)  # the one model here has a base of its own
     layouts = {"model": (shape, layout)}
-    if reference and layout.lora_rank == 0:
-        layouts["reference"] = (shape, _frozen(layout, on_host=reference_on_host))
+    if reference and (other or layout.lora_rank == 0):
+        layouts["reference"] = (other or shape, _frozen(layout, on_host=reference_on_host))
     roles = {name: role_memory(*laid) for name, laid in layouts.items()}
     return MemoryPlan(
         resting=_named(roles, "resting"),
@@ -90,33 +92,28 @@ def supervised_memory(
 
 
 def ppo_memory(
-    actor: Shape, critic: Shape, policy: Layout, value: Layout, work: PPOWork
+    actor: Shape,
+    critic: Shape,
+    policy: Layout,
+    value: Layout,
+    work: PPOWork,
+    *,
+    other: Shape | None = None,
 ) -> MemoryPlan:
     """An RL stage: the actor, and the critic, reference and reward model that it has.
 
-    Under LoRA the reference is the actor with its adapters off. Actor and critic never have
-    gradients at the same time.
+    Under LoRA the reference is the actor with its adapters off, unless it is another model. Actor
+    and critic never have gradients at the same time.
 
     Args:
         policy, value: of actor and critic, and of their frozen copies.
+        other: the shape of a reference that is another model.
     """
-    layouts = {
-        "actor": (actor, replace(policy, shares_base=False)),
-        "critic": (critic, value),
-        "reference": (actor, _frozen(policy, "reference" in work.hosted)),
-        "reward model": (critic, _frozen(value, "reward" in work.hosted)),
-    }
-    if policy.lora_rank or not work.has_reference:
-        del layouts["reference"]
-    if not work.num_reward_models:
-        del layouts["reward model"]
-    for number in range(2, work.num_reward_models + 1):  # taken to be as large as the first
-        layouts[f"reward model {number}"] = layouts["reward model"]
-    if not work.has_critic:
-        del layouts["critic"]
+    layouts = _rl_layouts(actor, critic, policy, value, work, other)
     roles = {name: role_memory(*laid) for name, laid in layouts.items()}
     # The sampler's own log-probs serve as the actor's, which runs only as the reference.
-    asked = ["actor" if policy.lora_rank else "reference"] * work.has_reference
+    compared = "reference" if "reference" in layouts else "actor"
+    asked = [compared] * work.has_reference
     # The critic needs at least as much memory as the reward model, and runs as often.
     asked += ["critic" if work.has_critic else "reward model"] * (
         work.has_critic or work.num_reward_models > 0
@@ -157,6 +154,27 @@ def ppo_memory(
         loading=_loading(layouts, roles, "actor" if work.packs else ""),
         host=_named(roles, "host"),
     )
+
+
+def _rl_layouts(
+    actor: Shape, critic: Shape, policy: Layout, value: Layout, work: PPOWork, other: Shape | None
+) -> dict[str, tuple[Shape, Layout]]:
+    """The roles that are models of their own."""
+    layouts = {
+        "actor": (actor, replace(policy, shares_base=False)),
+        "critic": (critic, value),
+        "reference": (other or actor, _frozen(policy, "reference" in work.hosted)),
+        "reward model": (critic, _frozen(value, "reward" in work.hosted)),
+    }
+    if not work.has_reference or (policy.lora_rank and other is None):
+        del layouts["reference"]
+    if not work.num_reward_models:
+        del layouts["reward model"]
+    for number in range(2, work.num_reward_models + 1):  # taken to be as large as the first
+        layouts[f"reward model {number}"] = layouts["reward model"]
+    if not work.has_critic:
+        del layouts["critic"]
+    return layouts
 
 
 def answering_memory(

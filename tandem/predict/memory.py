@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from tandem.config.engine import engine_settings
+from tandem.config.rules import has_reference
 from tandem.config.schema import RLConfig, RunConfig
 from tandem.config.stages import Stage, leaving
 from tandem.memory.dimensions import Shape
@@ -13,8 +16,10 @@ from tandem.memory.model import FLOAT, Bytes, Layout, MemoryPlan, layout_of, tra
 from tandem.memory.steps import PPOWork, answering_memory, ppo_memory, supervised_memory
 from tandem.memory.work import keeps_states, states_bytes
 from tandem.ops.sizes import SHARE_TO_PACK
-from tandem.predict.work import Work, has_reference, num_reward_models
+from tandem.predict.models import shape_for
+from tandem.predict.work import Work, num_reward_models
 
+Config = Mapping[str, Any]
 PACKED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types that decode from packed weights on a CPU (generation/native_runner.py)."""
 
@@ -33,11 +38,27 @@ class Device:
 @dataclass(frozen=True, slots=True)
 class Models:
     """The models of a stage: the policy's shape and the reward model's (of the critic too); the
-    policy's model type."""
+    policy's model type; the shape of a reference that is another model (None: the policy as it
+    begins)."""
 
     policy: Shape
     value: Shape
     kind: str = ""
+    reference: Shape | None = None
+
+    @staticmethod
+    def of(policy: Config, value: Config, reference: Config | None = None) -> Models:
+        """By their configs, as `config.json` has them; `value` is the reward model's.
+
+        Raises:
+            ModelError: a family is not known.
+        """
+        return Models(
+            shape_for(policy),
+            shape_for(value, scalar=True),
+            str(policy.get("model_type", "")),
+            None if reference is None else shape_for(reference),
+        )
 
 
 def stage_memory(
@@ -53,7 +74,9 @@ def stage_memory(
         rl: RLConfig = getattr(config, stage.section)
         policy = layout(parallel.actor_zero_stage, average=rl.ema)
         value = layout(parallel.critic_zero_stage)
-        of_step = partial(ppo_memory, models.policy, models.value, policy, value)
+        of_step = partial(
+            ppo_memory, models.policy, models.value, policy, value, other=models.reference
+        )
         step = _ppo_work(config, stage, models, work, device)
         states = kept_states(config, stage, models, work, device, policy, ranks)
         step = replace(step, states=states)
@@ -72,6 +95,7 @@ def stage_memory(
             shape,
             placed,
             reference=has_reference(config, stage),
+            other=models.reference,
             reference_on_host="reference" in parallel.offload,
             packs=not scalar and decodes_packed(config, models, device),
         )

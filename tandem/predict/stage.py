@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from tandem.config.engine import engine_settings
+from tandem.config.rules import has_reference
 from tandem.config.schema import RLConfig, RunConfig
 from tandem.config.stages import Stage
 from tandem.memory.dimensions import Shape
@@ -33,7 +34,7 @@ from tandem.predict.seconds import (
     scoring,
     training,
 )
-from tandem.predict.work import Work, has_reference, num_reward_models, work_of
+from tandem.predict.work import Work, num_reward_models, work_of
 
 RESERVED = 1.1
 """What torch's allocator on a GPU holds over the live peak; fragmentation can make it 1.43."""
@@ -190,27 +191,35 @@ def _phase_work(
         found["generate"] = generating(models.policy, policy, work, pace, rows, packs=packs)
         scored: list[PhaseWork] = []
         if has_reference(config, stage):
-            scored.append(scoring(models.policy, frozen, work, pace))
+            scored.append(scoring(models.reference or models.policy, frozen, work, pace))
         judge = replace(value, is_trained=False)
         scored += [scoring(models.value, judge, work, pace)] * num_reward_models(config, stage)
         if "critic" in stage.trains:
             scored.append(scoring(models.value, judge, _beyond_first_update(work), pace))
         held += [models.value] * num_reward_models(config, stage)
-        held += [models.policy] * (has_reference(config, stage) and not policy.lora_rank)
+        held += _references(config, stage, models, policy)
         if scored:
             found["score"] = sum(scored[1:], scored[0])
     passes = [training(shape, layout, work, pace) for shape, layout in trained]
     if keeps:
         passes[0] = training(*trained[0], work, pace, read=work.tokens)
     if stage.family != "rl" and has_reference(config, stage):
-        passes.append(scoring(models.policy, replace(policy, is_trained=False), work, pace))
-        held += [models.policy] * (not policy.lora_rank)
+        compared = models.reference or models.policy
+        passes.append(scoring(compared, replace(policy, is_trained=False), work, pace))
+        held += _references(config, stage, models, policy)
     found["train"] = sum(passes[1:], passes[0])
     size = sum(FLOAT * shape.parameters for shape in held)
     state = _copied(trained)
     policies = sum(FLOAT * shape.parameters for shape in held if not shape.is_scalar)
     return {"load": loading(size, policies, len(held), pace), **found,
             "save": saving(state, pace.machine)}  # fmt: skip
+
+
+def _references(config: RunConfig, stage: Stage, models: Models, policy: Layout) -> list[Shape]:
+    """The reference, where it is a model beside the policy."""
+    if not has_reference(config, stage) or (policy.lora_rank and models.reference is None):
+        return []
+    return [models.reference or models.policy]
 
 
 def _beyond_first_update(work: Work) -> Work:

@@ -130,16 +130,6 @@ def _later(rows: int, cost: float, dearest: float, limit: int) -> float:
     return min(1.0, max(0.0, whole / limit - 1.0))
 
 
-def has_reference(config: RunConfig, stage: Stage) -> bool:
-    """Whether a stage loads a reference: its record says so, and its algorithm and the preference
-    loss that it reads need one."""
-    section = getattr(config, stage.section)
-    if isinstance(section, RLConfig) and not section.has_reference:
-        return False
-    goes_without = stage.reads("dpo.loss") and not config.dpo.needs_reference
-    return "reference" in stage.freezes and not goes_without
-
-
 def num_reward_models(config: RunConfig, stage: Stage) -> int:
     """How many reward models score, as far as the configuration says: none where a function alone
     is named. One that an earlier run left in the folder is not seen here."""

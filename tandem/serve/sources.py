@@ -129,7 +129,7 @@ def _offer_of_run(run: Path, base: str) -> Offer:
             moved = _moved_base(str(run / place), run, base)
             models[label] = ModelSource(label, str(run / place), moved)
     models |= _unfinished(run, config, models)
-    models = {name: replace(source, **_facts(name, models)) for name, source in models.items()}
+    models = {n: replace(source, **_facts(n, models, config)) for n, source in models.items()}
     finished = [name for name in models if name != BASE]
     if not models:
         raise ModelError(
@@ -158,13 +158,15 @@ def _holds_model(folder: Path) -> bool:
     return (folder / "config.json").is_file() or (folder / ADAPTER_CONFIG).is_file()
 
 
-def _facts(name: str, models: dict[str, ModelSource]) -> dict[str, Any]:
-    """The stage that made a model, and what its KL is taken to."""
+def _facts(name: str, models: dict[str, ModelSource], config: RunConfig) -> dict[str, Any]:
+    """The stage that made a model, and what its KL is taken to, if that is among the models."""
     stage = next((s for s in STAGES for p in s.policies if p.label == name), None)
     if stage is None:
         return {}
     before = [earlier.policies[0].label for earlier in sources("policy", stage.name)]
     starts = [*(label for label in before if label in models), BASE]
+    if config.reference_model and "reference" in stage.freezes:
+        starts = [BASE] if config.reference_model == config.actor_model else []
     reference = next((start for start in starts if start in models), "")
     return {"stage": stage.name, "reference": reference}
 

@@ -18,7 +18,7 @@ from tandem.predict.constants import constants
 from tandem.predict.hardware import Hardware
 from tandem.predict.machine import known_machine, memory_bytes
 from tandem.predict.memory import Models
-from tandem.predict.models import config_of, shape_for
+from tandem.predict.models import config_of
 from tandem.predict.record import WHOLE, Outcome, add_outcomes
 from tandem.predict.rows import Rows, rows_of
 from tandem.predict.stage import Phase, StagePrediction, predict_stage
@@ -155,13 +155,12 @@ def _models(run: Run, stage: str) -> Models:
         raise ModelError("models with code of their own have no formula.")
     if record.leaves == "reward model":
         value = config_of(run.config.reward_model or run.policy_source(stage))
-        return Models(shape_for(value), shape_for(value, scalar=True), str(value["model_type"]))
+        return Models.of(value, value)
     policy = config_of(run.policy_source(stage))
     reward = run.reward_source(stage) if record.family == "rl" else None
     value = config_of(reward) if reward else policy
-    return Models(
-        shape_for(policy), shape_for(value, scalar=True), str(policy.get("model_type", ""))
-    )
+    other = run.config.reference_model
+    return Models.of(policy, value, config_of(other) if other else None)
 
 
 def measured_rows(run: Run, stage: str, rows: StepRows) -> Rows:

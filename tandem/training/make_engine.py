@@ -20,6 +20,7 @@ def make_engine(
     *,
     reward_model: nn.Module | str | Path | None = None,
     critic: PreTrainedModel | str | Path | None = None,
+    reference: PreTrainedModel | str | Path | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     reward_tokenizer: PreTrainedTokenizerBase | None = None,
     has_critic: bool | None = None,
@@ -29,6 +30,7 @@ def make_engine(
     """The engine that a configuration describes; see `RLHFEngine` for the models.
 
     Args:
+        reference: None: `config.reference_model`, or the actor's present state.
         has_critic, has_reference: None: if the configured algorithm needs them.
     Raises:
         ConfigError: the configuration is wrong, all of it at once.
@@ -41,6 +43,7 @@ def make_engine(
         actor,
         reward_model=reward_model,
         critic=critic,
+        reference=reference or config.reference_model or None,
         tokenizer=tokenizer,
         reward_tokenizer=reward_tokenizer,
         has_critic=rl.has_critic if has_critic is None else has_critic,

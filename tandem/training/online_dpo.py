@@ -82,6 +82,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
         tokenizer=rows.tokenizer,
         reward_model=reward_source(run, "online-dpo"),
         reward_tokenizer=run.reward_module.tokenizer if run.reward_module else None,
+        reference=config.reference_model or None,
         has_critic=False,
         has_reference=config.dpo.needs_reference,
         world=run.world,

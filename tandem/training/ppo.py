@@ -160,6 +160,7 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
         tokenizer=rows.tokenizer,
         reward_model=reward_source(run, stage),
         reward_tokenizer=run.reward_module.tokenizer if run.reward_module else None,
+        reference=config.reference_model or None,
         has_critic=rl.has_critic,
         has_reference=rl.has_reference,
         world=run.world,

@@ -47,7 +47,7 @@ _SHARED = (
     "parallel.frozen_weights",
 )
 # Knobs that name a model.
-_GIVEN = ("actor_model", "reward_model")
+_GIVEN = ("actor_model", "reward_model", "reference_model")
 # The template of conversations; where its file lies does not matter.
 _TEMPLATE = ("dataset.chat_template", "the chat template")
 # What later stages build on: rows that are theirs or held out, how they are rendered, and in what
@@ -139,6 +139,8 @@ class Identity:
                 made_from[f"the {name} stage"] = {n: entry.sha256 for n, entry in entries.items()}
             else:
                 given.add(stage_of(name).given)
+        if made_from.get("reference_model"):
+            given.add("reference_model")
         made_from |= self.of_template()
         for knob in sorted(given):
             made_from[knob] = knob_value(self.config, knob)
@@ -160,7 +162,7 @@ class Identity:
         return {name: _json_value(knob_value(self.config, name)) for name in names}
 
     def files_of(self, knob: str) -> dict[str, str]:
-        """The digests of the model that `actor_model` or `reward_model` names."""
+        """The digests of the model that a knob names."""
         return self.files_of_model(str(knob_value(self.config, knob)))
 
     def files_of_model(self, model: str) -> dict[str, str]:
@@ -307,7 +309,9 @@ def _longer(name: str, where: Path, changed: list[str]) -> str:
         return ""
     flag = f"--{stage.given.replace('_', '-')}"
     model = where.parent / stage.model_folder
-    note = ", its KL measured from there" if stage.family == "rl" else ""
+    note = ""
+    if "reference" in stage.freezes:
+        note = ", compared with it as it is there (or give --reference-model)"
     return (
         " A finished stage cannot be made longer: its schedule has ended and its optimizer is "
         "gone. "

@@ -14,6 +14,7 @@ from tandem.data.render import Renderer
 from tandem.engine.checks import check_same_start
 from tandem.engine.forward import response_logprobs
 from tandem.engine.placement import onload
+from tandem.engine.reference import place_reference
 from tandem.models.lora import adapters_off
 from tandem.objectives.preferences import AnswerLogprobs
 from tandem.training.evaluate import row_logprobs
@@ -85,10 +86,11 @@ def place_referenced(
     config = run.config
     model = policy_to_train(run, rows, stage, keeps_start=True)
     frozen = None
-    if has_reference and config.lora.rank == 0:
-        on_host = "reference" in config.parallel.offload
-        frozen = run.placement.policy(run.policy_source(stage), trained=False, on_host=on_host)
-    if has_reference:
+    if has_reference and config.reference_model:
+        frozen = place_reference(run.placement, config.reference_model, rows.tokenizer)
+    elif has_reference:
+        if config.lora.rank == 0:
+            frozen = place_reference(run.placement, run.policy_source(stage))
         check_same_start(model, frozen)
     return ReferencedPolicy(model, frozen, rows.renderer, config, run.device, has_reference)
 

@@ -17,6 +17,7 @@ from tandem.checkpoint.beside import verify_beside
 from tandem.checkpoint.folder import MANIFEST
 from tandem.checkpoint.sharing import described, find_folders
 from tandem.config.load import check_config
+from tandem.config.rules import has_reference
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.scoring import weighted_models
 from tandem.config.stages import (
@@ -243,6 +244,8 @@ def _run_stages(run: Run, rows: StepRows, unfinished: Sequence[str]) -> None:
             forecast = Forecast(run, stage, rows)
             with forecast.loading():
                 job = prepared(stage, run, rows)
+            if config.reference_model and has_reference(config, stage_of(stage)):
+                print_line(f"{stage}: the reference is {config.reference_model}")
             for line in planned_steps(stage_of(stage), job.order, rows):
                 print_line(line)
             run_stage(run, stage, job)
@@ -332,7 +335,8 @@ def _check_inputs(run: Run) -> None:
     if rl:
         for model in further:
             load_tokenizer(model, trust_remote_code=config.trust_remote_code)
-    for model in dict.fromkeys((config.actor_model, config.reward_model, *further)):
+    named_models = (config.actor_model, config.reward_model, config.reference_model, *further)
+    for model in dict.fromkeys(named_models):
         for folder in model_folders(model) if model else ():
             verify_beside(folder, world=run.world)
 

@@ -282,6 +282,7 @@ def test_help_does_not_import_torch() -> None:
 PATHS = {
     "actor_model": "~/m",
     "reward_model": "~/r",
+    "reference_model": "~/s",
     "data": "~/a.jsonl:2::prompt=q",
     "sft_data": "~/b.jsonl",
     "eval_data": "~/d.jsonl",

@@ -19,11 +19,12 @@ from tandem.config.load import build_config
 from tandem.config.schema import RunConfig
 from tandem.config.stages import stage_of
 from tandem.errors import ConfigError
+from tandem.memory.dimensions import Shape
 from tandem.plan.knobs import nested
 from tandem.predict import machine
 from tandem.predict.hardware import as_values, find_hardware, hardware_names, read_hardware
 from tandem.predict.memory import Models
-from tandem.predict.models import config_of_shape, shape_for
+from tandem.predict.models import config_of_shape
 from tandem.predict.record import Outcome, add_outcomes, read_outcomes
 from tandem.predict.rows import Rows, rows_of
 from tandem.predict.stage import StagePrediction, predict_stage
@@ -38,7 +39,7 @@ CPU = replace(find_hardware("1xH100"), kind="cpu", count=1, packs=True, memory=6
 
 def models_of(text: str = "") -> Models:
     config = config_of_shape(text) if text else LLAMA
-    return Models(shape_for(config), shape_for(config, scalar=True), str(config["model_type"]))
+    return Models.of(config, config)
 
 
 def config_with(stage: str, **knobs: Any) -> RunConfig:
@@ -78,6 +79,27 @@ def test_more_of_everything_never_takes_less(stage: str) -> None:
             assert peak <= peaks(more)[phase], (phase, small, large)
         if "rows" in small or "shape" in small:
             assert less.step_seconds < more.step_seconds
+
+
+@pytest.mark.parametrize("stage", ["dpo", "ppo"])
+def test_another_model_as_the_reference_takes_its_own_weights_and_time(stage: str) -> None:
+    models, hardware = models_of(), find_hardware("1xH100")
+    tower = models_of("layers=16,width=1024,heads=8,vocabulary=8192").policy
+
+    def found(rank: int, reference: Shape | None) -> StagePrediction:
+        config = config_with(stage, dtype="bf16", **{"lora.rank": rank})
+        other = replace(models, reference=reference)
+        return predict_stage(config, stage_of(stage), other, ROWS, hardware, 1)
+
+    def gap(rank: int, reference: Shape) -> float:
+        own, other = found(rank, None), found(rank, reference)
+        assert other.step_seconds >= own.step_seconds
+        return part(other, "train", "weights") - part(own, "train", "weights")
+
+    size = 2 * models.policy.parameters
+    assert gap(0, models.policy) == 0
+    assert gap(8, models.policy) == pytest.approx(size, rel=0.01)
+    assert gap(0, tower) == pytest.approx(2 * tower.parameters - size, rel=0.01)
 
 
 @pytest.mark.parametrize("stage", ["sft", "ppo"])

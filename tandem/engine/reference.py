@@ -1,0 +1,48 @@
+"""The frozen policy that the KL and the losses on preferences compare the actor with."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tandem.engine.placement import Placement
+from tandem.errors import ModelError
+from tandem.models.load import check_vocabulary, load_tokenizer
+
+
+def place_reference(
+    placement: Placement,
+    reference: PreTrainedModel | str,
+    own: PreTrainedTokenizerBase | None = None,
+) -> PreTrainedModel:
+    """A reference on the ranks, in host memory if `parallel.offload` says so.
+
+    Args:
+        own: the policy's tokenizer, where the reference may be of another.
+    Raises:
+        ModelError: it cannot be used, or does not have the policy's tokens.
+    """
+    settings = placement.settings
+    if own is not None and isinstance(reference, str):
+        theirs = load_tokenizer(reference, trust_remote_code=settings.trust_remote_code)
+        _require_same_tokens(reference, own, theirs)
+    on_host = "reference" in settings.parallel.offload
+    model = placement.policy(reference, trained=False, on_host=on_host)
+    if own is not None:
+        check_vocabulary(model, own)
+    return model
+
+
+def _require_same_tokens(
+    reference: str, own: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase
+) -> None:
+    known = theirs.get_vocab()
+    others = {token: id for token, id in own.get_vocab().items() if known.get(token) != id}
+    if others:
+        token = min(others, key=lambda token: others[token])
+        there = known.get(token)
+        raise ModelError(
+            f"reference model {reference!r} must have the policy's tokens, whose log-probs it "
+            f"gives; got others for {len(others)} of {len(own.get_vocab())}, the first {token!r}, "
+            f"{others[token]} here and {'absent' if there is None else there} there. Use a model "
+            "of the same tokenizer."
+        )
