@@ -23,8 +23,7 @@ def place_reference(
     """
     settings = placement.settings
     if own is not None and isinstance(reference, str):
-        theirs = load_tokenizer(reference, trust_remote_code=settings.trust_remote_code)
-        _require_same_tokens(reference, own, theirs)
+        require_same_tokens(reference, own, trust_remote_code=settings.trust_remote_code)
     on_host = "reference" in settings.parallel.offload
     model = placement.policy(reference, trained=False, on_host=on_host)
     if own is not None:
@@ -32,10 +31,15 @@ def place_reference(
     return model
 
 
-def _require_same_tokens(
-    reference: str, own: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase
+def require_same_tokens(
+    reference: str, own: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
 ) -> None:
-    known = theirs.get_vocab()
+    """Refuse a reference whose tokenizer has not all the policy's tokens, or other ids for them.
+
+    Raises:
+        ModelError: it has not.
+    """
+    known = load_tokenizer(reference, trust_remote_code=trust_remote_code).get_vocab()
     others = {token: id for token, id in own.get_vocab().items() if known.get(token) != id}
     if others:
         token = min(others, key=lambda token: others[token])

@@ -33,6 +33,7 @@ from tandem.data.ledger import USES
 from tandem.devices import resolve_device
 from tandem.engine.allocator import give_back_memory, keep_freed_memory
 from tandem.engine.module_scorer import RewardModule
+from tandem.engine.reference import require_same_tokens
 from tandem.engine.shard_plan import zero_plus_plus
 from tandem.errors import ConfigError
 from tandem.garbage import no_collection_of_old_objects
@@ -335,6 +336,10 @@ def _check_inputs(run: Run) -> None:
     if rl:
         for model in further:
             load_tokenizer(model, trust_remote_code=config.trust_remote_code)
+    if config.reference_model:
+        code = config.trust_remote_code
+        own = load_tokenizer(tokenizer_sources(run)[0], trust_remote_code=code)
+        require_same_tokens(config.reference_model, own, trust_remote_code=code)
     named_models = (config.actor_model, config.reward_model, config.reference_model, *further)
     for model in dict.fromkeys(named_models):
         for folder in model_folders(model) if model else ():

@@ -99,11 +99,12 @@ def test_one_that_is_of_no_use_is_refused(
     tiny_llama(len(tokenizer)).save_pretrained(tmp_path / "foreign")
     tokenizer.save_pretrained(tmp_path / "foreign")
     foreign = tiny_config(
-        tmp_path / "run", tiny_model, preferences, stages=["dpo"],
+        tmp_path / "run", tiny_model, preferences, stages=["sft", "dpo"],
         reference_model=str(tmp_path / "foreign"),
     )  # fmt: skip
     with pytest.raises(ModelError, match="must have the policy's tokens, whose log-probs it gives"):
         ran(foreign)
+    assert not (tmp_path / "run").exists(), "no stage has run before"
 
 
 def test_another_reference_is_another_run(
