@@ -67,7 +67,7 @@ def test_help_of_small_commands_has_groups_defaults_and_an_example(
         (("train", "--actor-modle", "x"), "Did you mean --actor-model?"),
         (("train",), "actor_model must name a model"),
         (("train", "--actor-model", "/nowhere", "--data", "x.jsonl"), "/nowhere"),
-        (("chat", "x", "--temperature", "0"), "temperature must be > 0; got 0.0"),
+        (("chat", "x", "--temperature", "-1"), "temperature must be >= 0.0001; got -1.0"),
         (("chat", "x", "--dtype", "int4"), "--dtype must be one of auto, fp32, bf16, fp16; got"),
         (("data", "check", "x", "--heldout", "7"), "dataset.heldout must be >= 0 and < 1; got 7"),
         (("data", "check", "x", "--max-tokens", "4"), "dataset.max_tokens must be >= 8; got 4"),

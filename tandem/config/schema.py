@@ -69,7 +69,7 @@ class SamplingConfig:
     """How answers are sampled. By default from the policy itself, untruncated, so that PPO updates
     the very distribution that it sampled from."""
 
-    temperature: float = knob(1.0, gt=0, common=("rl",))
+    temperature: float = knob(1.0, ge=1e-4, common=("rl",))
     """Logits are divided by this; PPO's log-probs use the same temperature."""
     top_p: float = knob(1.0, gt=0, le=1)
     """Sample from the smallest set of tokens with this total probability; 1 is off."""

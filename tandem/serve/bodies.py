@@ -15,12 +15,11 @@ from typing import Any, cast, get_args
 from tandem.config.schema import SamplingConfig
 from tandem.serve import fields
 from tandem.serve.api_errors import ApiError
+from tandem.serve.greedy import as_drawn
 from tandem.types import Message, Role
 
 MOST_CHOICES = 128
 _MOST_STOPS = 16
-_COLDEST = 1e-4
-"""Below it the likeliest token is taken: logits divided by less overflow."""
 EXTRAS = ("reward", "kl", "token_kl", "values", "seed")
 """What a request may ask for in `tandem`."""
 Prompt = str | tuple[int, ...]
@@ -218,19 +217,19 @@ def _sampling(body: Mapping[str, Any]) -> SamplingConfig:
     temperature = fields.number(body, "temperature", 1.0, 0.0, 100.0)
     top_p = fields.number(body, "top_p", 1.0, 0.0, 1.0)
     top_k = fields.integer(body, "top_k", 0, -1, 2**31 - 1) or 0
-    greedy = temperature < _COLDEST or top_p == 0.0
     penalty = fields.number(body, "repetition_penalty", 1.0, 0.01, 100.0)
-    return SamplingConfig(
-        temperature=1.0 if greedy else temperature,
-        top_p=1.0 if greedy else top_p,
-        top_k=1 if greedy else max(0, top_k),
-        min_p=0.0 if greedy else min(0.999999, fields.number(body, "min_p", 0.0, 0.0, 1.0)),
+    asked = SamplingConfig(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=max(0, top_k),
+        min_p=min(0.999999, fields.number(body, "min_p", 0.0, 0.0, 1.0)),
         repetition_penalty=penalty,
         presence_penalty=fields.number(body, "presence_penalty", 0.0, -2.0, 2.0),
         frequency_penalty=fields.number(body, "frequency_penalty", 0.0, -2.0, 2.0),
         logit_bias=_biases(body.get("logit_bias")),
         samples_per_prompt=1,
     )
+    return as_drawn(asked)
 
 
 def _biases(value: Any) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from tandem.generation.streaming import Turns
 from tandem.models.checkpoint_ref import model_folders
 from tandem.models.eos import load_stop_ids
 from tandem.models.load import load_causal_lm, load_tokenizer
+from tandem.serve.greedy import as_drawn
 from tandem.serve.place import Place, put
 from tandem.serve.sources import unfinished_stages
 from tandem.text import visible, visible_lines
@@ -74,8 +75,8 @@ class Conversation:
         )
         self.num_answers += 1
         try:
-            seed = self.seed + self.num_answers
-            for token in self._memory.stream(prompt.token_ids, self.sampling, seed=seed):
+            seed, sampling = self.seed + self.num_answers, as_drawn(self.sampling)
+            for token in self._memory.stream(prompt.token_ids, sampling, seed=seed):
                 if piece := said.push(token):
                     yield piece
             if piece := said.flush():
@@ -315,7 +316,7 @@ def _set(talk: Conversation, words: Sequence[str]) -> str:
             talk.seed, talk.num_answers = int(value), 0
             return f"seed = {talk.seed}\n"
         number = kinds[name](value)
-        low = 0 if name == "top_k" else 1 if name == "max_new_tokens" else 1e-6
+        low = {"max_new_tokens": 1, "top_p": 1e-6}.get(name, 0)
         if not low <= number < 2**31 or (name == "top_p" and number > 1):
             raise ValueError
     except (ValueError, KeyError):

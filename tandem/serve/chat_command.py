@@ -34,7 +34,7 @@ def chat_command(args: Sequence[str]) -> int:
     place_flags(parser, "bf16 on a GPU and for a model saved in it, else fp32.")
     parser.flag("--trust-remote-code", code, False, shown="off", action="store_true")
     parser.section("sampling")
-    parser.flag("--temperature X", "Logits are divided by this.", 0.7)
+    parser.flag("--temperature X", "Logits are divided by this; 0: the likeliest token.", 0.7)
     parser.flag("--top-p X", nucleus, 0.95)
     parser.flag("--max-new-tokens N", "Longest answer, in tokens.", 256)
     parser.flag("--seed N", "Seed of the sampled tokens.", 0)
@@ -42,13 +42,14 @@ def chat_command(args: Sequence[str]) -> int:
     check_place(options)
     from tandem.config.schema import SamplingConfig
     from tandem.serve.chat import chat
+    from tandem.serve.greedy import as_drawn
 
     sampling = SamplingConfig(
         temperature=options.temperature,
         top_p=options.top_p,
         max_new_tokens=options.max_new_tokens,
     )
-    check_ranges(sampling)
+    check_ranges(as_drawn(sampling) if options.temperature == 0 else sampling)
     return chat(
         options.path,
         sampling,

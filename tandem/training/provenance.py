@@ -352,6 +352,8 @@ def difference(name: str, before: Any, now: Any) -> str:
     """How a fact differs from the one recorded: both values of a knob, or the names of files."""
     if not isinstance(before, dict) and not isinstance(now, dict):
         return f"{name} {_short(before)} -> {_short(now)}"
+    if name.endswith(" stage") and not now:
+        return f"{name} (its folder is gone)"
     before, now = before or {}, now or {}
     files = [file for file in sorted({*before, *now}) if before.get(file) != now.get(file)]
     more = f" and {len(files) - 3} more" if files[3:] else ""

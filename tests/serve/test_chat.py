@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tandem.checkpoint.folder import write_folder
 from tandem.config.schema import SamplingConfig
@@ -40,6 +41,29 @@ def test_an_answer_is_streamed_and_the_same_seed_says_the_same(model: str) -> No
     first = talk(model, "hello", "again")
     assert first.count("assistant> ") == 2
     assert talk(model, "hello", "again") == first
+
+
+def test_at_temperature_0_it_is_the_likeliest_token_whatever_the_seed(model: str) -> None:
+    from tandem.data.render import Renderer
+    from tandem.models.load import load_causal_lm, load_tokenizer
+    from tandem.types import Message
+
+    loaded, tokenizer = load_causal_lm(model), load_tokenizer(model)
+    renderer = Renderer(tokenizer)
+    prompt = renderer.prompt([Message("user", "hi")]).token_ids
+    ids = torch.tensor([prompt])
+    likeliest = loaded.generate(ids, do_sample=False, max_new_tokens=8, use_cache=False)
+    expected = renderer.decode(likeliest[0, len(prompt) :].tolist())
+    for seed in (0, 7):
+        sampling = SamplingConfig(temperature=0.0, top_p=0.9, max_new_tokens=8)
+        conversation = Conversation(loaded, renderer, sampling, seed=seed)
+        conversation.turns.append(Message("user", "hi"))
+        assert "".join(conversation.answer()) == expected
+    said = talk(model, "/set temperature 0", "/set seed 1", "hi", "/clear", "/set seed 2", "hi")
+    assert "temperature = 0" in said
+    answers = [part.split("\n")[0] for part in said.split("assistant> ")[1:]]
+    assert len(answers) == 2
+    assert answers[0] == answers[1]
 
 
 def test_streamed_text_is_the_turn_that_is_kept(model: str) -> None:

@@ -18,7 +18,7 @@ from tandem.errors import CheckpointError
 from tandem.models import source
 from tandem.parallel.world import World
 from tandem.rewards.loading import source_files
-from tandem.training.provenance import Identity
+from tandem.training.provenance import Identity, difference
 from tests.tiny import tiny_config, write_preferences
 from tests.training.runs import StopError, ran, stop_at
 
@@ -206,3 +206,10 @@ def test_a_hub_name_is_known_by_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(source, "HfApi", Hub)
     config = RunConfig(actor_model="some/model", output_dir=str(tmp_path))
     assert Identity(config, tmp_path, World()).files_of("actor_model") == {"commit": "c0ffee"}
+
+
+def test_a_stage_whose_folder_was_removed_is_not_called_changed() -> None:
+    files = {"config.json": "1", "model.safetensors": "2"}
+    assert difference("the sft stage", files, None) == "the sft stage (its folder is gone)"
+    changed = difference("the sft stage", files, {**files, "config.json": "3"})
+    assert changed == "the sft stage (config.json)"

@@ -408,7 +408,7 @@ def test_why_a_prompt_has_no_row(given: list[SampledAnswer], choice: Choice, rea
         (["--kl-coef", "1"], "--ppo.kl-coef is not read by tandem sample"),
         (["--outptu", "x"], "--outptu is not a flag of tandem sample. Did you mean --output?"),
         (["--temprature", "1"], "Did you mean --temperature?"),
-        (["--temperature", "0"], "sampling.temperature must be > 0; got 0"),
+        (["--temperature", "0"], "sampling.temperature must be >= 0.0001; got 0"),
         (["--output", "a.csv"], "--output must end in .jsonl; got 'a.csv'"),
         (["--model", "sft"], "--model must go with a run's folder"),
         (["--data"], "data must name at least one data set; got none"),
