@@ -10,7 +10,7 @@ import re
 import textwrap
 import typing
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ from tandem.config.spellings import conversion, knob_meant, listed, note_of, pla
 from tandem.config.stages import (
     DEFAULT,
     defaults_of,
+    in_order,
     of_family,
     rl_stage,
     sections,
@@ -40,6 +41,9 @@ from tandem.config.stages import (
     stage_of,
 )
 from tandem.errors import ConfigError
+
+_READ_BY_ALL = ("sft.loss_on",)
+"""A knob of a stage's section by which every stage's held-out texts are marked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,8 @@ def parse_run_flags(
         stages = _read(line.given.get("stages", config.stages), hints["stages"])
         if (section := rl_stage(stages).section) != rl_stage(DEFAULT).section:
             line = _CommandLine(command, argv, section)
-    if notes := [*line.notes, *notes]:
+    idle = _without_effect(line.given, stages) if reader is None else []
+    if notes := [*line.notes, *notes, *idle]:
         note("; ".join(notes))
     given = {name: value for name, value in line.given.items() if name != "config"}
     problems = [*wrong, *line.problems, *_without_a_reader(line.undotted, stages), *in_file]
@@ -130,6 +135,22 @@ def _without_a_reader(undotted: Mapping[str, str], stages: Sequence[str]) -> lis
                 f"{', '.join(stages)}. Remove it, or add that stage"
             )
     return problems
+
+
+def _without_effect(given: Iterable[str], stages: Sequence[str]) -> list[str]:
+    """Notes on flags for the sections of other stages than those that run. They are no mistakes:
+    several commands may share their flags."""
+    running = in_order(name for name in stages if name in stage_names())
+    rl = rl_stage(name for name in stages if name in stage_names()).section
+    named = listed([stage.name for stage in running], "and")
+    return [
+        f"{_flag(name)} has no effect, as {named} do{'es' * (not running[1:])} not read it"
+        for name in given
+        if running
+        and name.partition(".")[0] in sections() - {rl}  # which the comparison of models reads
+        and name not in _READ_BY_ALL
+        and not any(stage.reads(name) for stage in running)
+    ]
 
 
 def help_page(command: str, summary: str, *, everything: bool) -> str:

@@ -357,3 +357,21 @@ def test_types_are_checked_in_python_too() -> None:
     with pytest.raises(ConfigError, match=r"stages must be a tuple.* Write \('sft', 'reward'\)"):
         check_config(RunConfig(stages=["sft", "reward"]))  # type: ignore[arg-type]
     check_config(RunConfig(data=("a.jsonl",), ppo=PPOConfig(kl_coef=1)))
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "said"),
+    [
+        ("kto", "--dpo.sft-coef 0.1", "--dpo.sft-coef has no effect, as kto does not read it"),
+        ("grpo", "--ppo.kl-coef 0.1", "--ppo.kl-coef has no effect, as grpo does not read it"),
+        ("train", "--stages sft dpo --kto.beta 1 --dpo.beta 0.2",
+         "--kto.beta has no effect, as sft and dpo do not read it"),
+        ("online-dpo", "--dpo.beta 0.2 --ppo.steps 3", ""),
+        ("dpo", "--sft.loss-on all --ppo.eval-prompts 3 --dataset.heldout 0.1", ""),
+    ],
+)  # fmt: skip
+def test_a_flag_that_no_running_stage_reads_is_noted(command: str, flags: str, said: str) -> None:
+    notes: list[str] = []
+    words = f"--actor-model x --data y {flags}".split()
+    parse_run_flags(words, command, note=notes.append)
+    assert notes == ([said] if said else [])
