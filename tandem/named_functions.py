@@ -66,8 +66,9 @@ def named_function(text: str, knob: str) -> Callable[..., Any]:
     if not where or not attribute:
         raise ConfigError(f"{problem}. Write e.g. mine.py:my_function.")
     function = function_in(where, attribute, problem)
+    known = options_of(function)
     values = {
-        option: option_value(function, option, value, f"{knob} {name}")
+        option: option_value(known, option, value, f"{knob} {name}")
         for option, value in options.items()
     }
     return partial(function, **values) if values else function
@@ -110,13 +111,14 @@ def options_of(function: Callable[..., Any]) -> Mapping[str, Any]:
     }
 
 
-def option_value(function: Callable[..., Any], option: str, text: str, name: str) -> Any:
-    """An option's value as the type of its default; `name` is the function's in messages.
+def option_value(known: Mapping[str, Any], option: str, text: str, name: str) -> Any:
+    """An option's value as the type of its default.
 
+    Args:
+        known: a function's options, to their defaults. name: the function's in messages.
     Raises:
         ConfigError: the function has no such option, or the text is of another type.
     """
-    known = options_of(function)
     if option not in known:
         raise ConfigError(
             f"{name} must have the option {option}, a keyword-only parameter with a "

@@ -43,7 +43,7 @@ class Binding:
 
 def names_parameter(function: Callable[..., Any], name: str) -> bool:
     """Whether a function has a parameter of that name."""
-    return name in _named(_parameters(function) or [])
+    return name in _named(parameters_of(function) or [])
 
 
 def binding_of(function: Callable[..., Any], names: Iterable[str]) -> Binding:
@@ -58,7 +58,7 @@ def binding_of(function: Callable[..., Any], names: Iterable[str]) -> Binding:
 
 @lru_cache(maxsize=64)  # it is asked for every call, which is of one answer
 def _binding_of(function: Callable[..., Any], names: tuple[str, ...]) -> Binding:
-    parameters = _parameters(function)
+    parameters = parameters_of(function)
     if parameters is None:  # something without a signature, which the first call will tell of
         return Binding(GIVEN[:2], tuple(name for name in names if name not in GIVEN))
     _refuse_other_trainers(function, parameters)
@@ -109,7 +109,7 @@ def columns_problem(function: Callable[..., Any], columns: Iterable[str], label:
     return ""
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
     """A function's parameters; None where it has no signature.
 
     A decorator that only passes its arguments on has those of the function that it wraps; one with

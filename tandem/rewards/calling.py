@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import linecache
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from traceback import walk_tb
 from typing import Any, Literal, get_args
 
 from tandem.errors import Stopped
 from tandem.rewards.binding import binding_of
+from tandem.rewards.form import as_messages, form_advice, is_conversational
 from tandem.text import one_line, visible
 
 RewardFunction = Callable[..., Any]
@@ -24,18 +23,12 @@ REASONS: tuple[Reason, ...] = get_args(Reason)
 process, started too many processes, or returned something else than it must."""
 MOST = 1e15
 """Size of a reward whose squares and sums over a rollout are still float32 numbers."""
-TEXTS_ARE_GIVEN = "prompts and completions are texts here, not lists of messages"
-"""What is said to a function that expects TRL's conversational form, and how to give it that."""
-_WRAP_IT = (
-    'read completion where it has completion[0]["content"], or wrap it: def reward(messages, '
-    "completions, **columns): return {name}(prompts=messages, completions=[[dict(role='assistant', "
-    "content=c)] for c in completions], **columns)"
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The arguments of one call: lists with one entry per completion."""
+    """The arguments of one call: lists with one entry per completion. A function that asks for the
+    conversational form needs the column `messages`, each prompt's turns."""
 
     prompts: list[str]
     completions: list[str]
@@ -80,6 +73,8 @@ def outcomes_of(function: RewardFunction, call: Call) -> list[Outcome]:
     """
     try:
         values = {"prompts": call.prompts, "completions": call.completions, **call.columns}
+        if is_conversational(function):
+            values |= as_messages(call.columns["messages"], call.completions)
         returned = binding_of(function, values).call(function, values)
         if inspect.isawaitable(returned):
             import asyncio  # slow to import, and few functions need it
@@ -93,7 +88,7 @@ def outcomes_of(function: RewardFunction, call: Call) -> list[Outcome]:
     # Whatever a user's code does is told to them; SystemExit too.
     except BaseException as error:
         reason: Reason = "died" if isinstance(error, SystemExit) else "exception"
-        return failed(len(call), reason, _named(error) + _advice(error, function))
+        return failed(len(call), reason, _named(error) + form_advice(error, function))
 
 
 async def _awaited(awaitable: Any) -> Any:
@@ -103,20 +98,6 @@ async def _awaited(awaitable: Any) -> Any:
 def _named(error: BaseException) -> str:
     name, text = type(error).__name__, one_line(error)
     return name if text == name else f"{name}: {text}"
-
-
-def _advice(error: BaseException, function: RewardFunction) -> str:
-    """What to tell a function that takes a text for a list of messages; "" for other errors."""
-    if not isinstance(error, TypeError | AttributeError | IndexError) or "str" not in str(error):
-        return ""
-    lines = (
-        linecache.getline(frame.f_code.co_filename, number)
-        for frame, number in walk_tb(error.__traceback__)
-    )
-    if not any("content" in line or "role" in line for line in lines):
-        return ""
-    wrapping = _WRAP_IT.format(name=getattr(function, "__name__", "f"))
-    return f" ({TEXTS_ARE_GIVEN}: {wrapping})"
 
 
 def _checked(returned: Any, count: int) -> list[Outcome]:

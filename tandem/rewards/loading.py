@@ -15,11 +15,16 @@ from tandem.named_functions import (
     option_value,
     options_of,
 )
+from tandem.rewards.binding import parameters_of
 from tandem.rewards.calling import RewardFunction
+from tandem.rewards.form import CONVERSATIONAL, is_conversational
 from tandem.rewards.shipped import SHIPPED
 from tandem.rewards.spec import RewardSpec, parse_spec
 
-SETTINGS = ("in_process", "whole_rollout", "checks_answer", "training_only", "as_completion")
+SETTINGS = (
+    *("in_process", "whole_rollout", "checks_answer", "training_only", "as_completion"),
+    CONVERSATIONAL,
+)
 """Attributes of a function that say how it is run and tested (docs/reward_function.md)."""
 
 
@@ -51,14 +56,20 @@ def home_of(spec: RewardSpec) -> tuple[str, str]:
 
 
 def _bound(function: Callable[..., Any], spec: RewardSpec) -> RewardFunction:
-    """The function with its options, each as the type of its default."""
-    # A column of an option's name must not be taken for the option of a function that ships.
-    values = dict(options_of(function)) if spec.where == "tandem" else {}
-    values |= {
-        option: option_value(function, option, text, f"reward function {spec.name}")
+    """The function with its options, each as the type of its default, in the form that it gets."""
+    ships, known = spec.where == "tandem", dict(options_of(function))
+    # What ships takes texts, and an option of that name which a function has itself is its own.
+    chooses_form = not ships and CONVERSATIONAL not in known
+    if chooses_form:
+        known[CONVERSATIONAL] = is_conversational(function)
+    values = {
+        option: option_value(known, option, text, f"reward function {spec.name}")
         for option, text in spec.options.items()
     }
-    if not values:
+    form = values.pop(CONVERSATIONAL, None) if chooses_form else None
+    if ships:  # or a column of an option's name would be taken for the option
+        values = known | values
+    if not values and form is None:
         return function
 
     @wraps(function)
@@ -66,15 +77,12 @@ def _bound(function: Callable[..., Any], spec: RewardSpec) -> RewardFunction:
         return function(*arguments, **{**columns, **values})
 
     # For whoever asks which columns it takes: options are none of them.
-    bound.__signature__ = _without(function, set(values))  # type: ignore[attr-defined]
+    if (parameters := parameters_of(function)) is not None:
+        left = [p for p in parameters if p.name not in values]
+        bound.__signature__ = inspect.Signature(left)  # type: ignore[attr-defined]
+    if form is not None:
+        setattr(bound, CONVERSATIONAL, form)
     return bound
-
-
-def _without(function: Callable[..., Any], names: set[str]) -> inspect.Signature:
-    signature = inspect.signature(function)
-    return signature.replace(
-        parameters=[p for p in signature.parameters.values() if p.name not in names]
-    )
 
 
 def source_files(text: str) -> list[Path]:

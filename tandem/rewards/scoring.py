@@ -18,6 +18,7 @@ from tandem.processor import num_cores
 from tandem.rewards.binding import columns_problem, names_parameter
 from tandem.rewards.calling import Call, Outcome, RewardFunction, outcomes_of
 from tandem.rewards.columns import account_of, columns_of
+from tandem.rewards.form import reads_messages
 from tandem.rewards.loading import load_reward_function
 from tandem.rewards.pool import PoolLimits, WorkerPool
 from tandem.rewards.spec import RewardSpec, parse_specs, with_labels
@@ -59,6 +60,7 @@ class FunctionScores:
     label, weight: its name in metrics, and what its scores are multiplied by. scores: None where
     it said so or failed. failed: whether it failed on each. failures: how often, by reason. first:
     of the first such answer, its row and what went wrong. seconds: how long it took for all.
+    advice: what to look at where it gave None for all and failed on none; "" if nothing is known.
     """
 
     label: str
@@ -68,6 +70,7 @@ class FunctionScores:
     failures: dict[str, int] = field(default_factory=dict)
     first: str = ""
     seconds: float = 0.0
+    advice: str = ""
 
     @staticmethod
     def joined(parts: Sequence[FunctionScores]) -> FunctionScores:
@@ -83,6 +86,7 @@ class FunctionScores:
             dict(failures),
             next((part.first for part in parts if part.first), ""),
             sum(part.seconds for part in parts),
+            parts[0].advice if all(part.advice for part in parts) else "",
         )
 
     @property
@@ -260,6 +264,8 @@ class RewardFunctions:
         scores = [outcome.score for outcome in outcomes]
         if self.config.on_failure == "zero":
             scores = [0.0 if outcome.failure else outcome.score for outcome in outcomes]
+        is_silent = not failures and all(outcome.score is None for outcome in outcomes)
+        told = reads_messages(function.call) if is_silent else ""
         found = FunctionScores(
             label=spec.label,
             weight=spec.weight,
@@ -268,6 +274,7 @@ class RewardFunctions:
             failures={reason: failures[reason] for reason in sorted(failures)},
             first="" if first is None else f"{sources[first]}: {outcomes[first].message}",
             seconds=time.monotonic() - start,
+            advice=f"reward function {spec.label}: {told}" if told else "",
         )
         if self._held is None:
             self._tell(function, found)

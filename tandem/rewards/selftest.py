@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.errors import ConfigError
-from tandem.rewards.calling import TEXTS_ARE_GIVEN, RewardFunction
+from tandem.rewards.calling import RewardFunction
 from tandem.rewards.columns import ANSWER, columns_of
+from tandem.rewards.form import MESSAGES_ARE_GIVEN, TEXTS_ARE_GIVEN, reads_messages
 from tandem.rewards.scoring import Answers, FunctionScores, RewardFunctions
 
 NUM_ROWS = 8
@@ -56,17 +57,17 @@ def self_test(
     texts = list(dict.fromkeys(text for _, text in known))
     trials = list(zip(rewards.specs, rewards.calls, strict=True))
     first = known[:1] or [(row, _ANY_ANSWER) for row in rows[:1]]
+    lines = []
     for spec, call in trials:
         # Not what holds state between calls, or waits for people.
         if not getattr(call, "in_process", False) and not getattr(call, "training_only", False):
-            _try(rewards, spec.label, _answers(first, [], call, encode))
+            lines += _tried(rewards, spec.label, call, _answers(first, [], call, encode))
     if len(texts) < 2:
         line = (
             "reward functions are not tested before the first step: no two rows have different "
             f"references in the column {column} (--scoring.answer-column)"
         )
-        return [line]
-    lines = []
+        return [*lines, line]
     tested = known[:NUM_ROWS]
     num_others = min(_OTHERS, len(texts) - 1)
     for spec, call in trials:
@@ -77,7 +78,8 @@ def self_test(
         means = _means(scored, 2 + num_others)
         right, empty, other = means
         if not (right > empty and right > other):  # NaN is not above anything
-            raise ConfigError(_complaint(spec.label, column, means, len(tested), scored))
+            told = reads_messages(call)
+            raise ConfigError(_complaint(spec.label, column, means, len(tested), scored, told))
         lines.append(
             f"reward function {spec.label} tells answers apart on {len(tested)} rows: reference "
             f"{right:.3g}, empty {_shown(empty)}, another row's reference {_shown(other)}"
@@ -85,18 +87,27 @@ def self_test(
     return lines
 
 
-def _try(rewards: RewardFunctions, label: str, answers: Answers) -> None:
-    """Call a function on its first answer, so that a failure is told before models are loaded.
+def _tried(
+    rewards: RewardFunctions, label: str, call: RewardFunction, answers: Answers
+) -> list[str]:
+    """Call a function on its first answer, so that a failure is told before models are loaded; a
+    line where it gives nothing and may have caught that it gets texts.
 
     Raises:
-        ConfigError: it takes texts for lists of messages, and so will fail on all.
+        ConfigError: it takes texts for lists of messages or the other way round, and so will fail
+            on all.
     """
     for found in rewards.score(answers, label) if len(answers) else ():
-        if TEXTS_ARE_GIVEN in found.first:
-            raise ConfigError(
-                f"reward function {label} must take prompts and completions as texts; got, on "
-                f"{found.first}"
-            )
+        for given, form in ((TEXTS_ARE_GIVEN, "texts"), (MESSAGES_ARE_GIVEN, "lists of messages")):
+            if given in found.first:
+                raise ConfigError(
+                    f"reward function {label} must take prompts and completions as {form}; got, on "
+                    f"{found.first}"
+                )
+        (score,) = found.scores
+        if not score and not found.failures and (told := reads_messages(call)):
+            return [f"reward function {label} gives {score} for its first answer: {told}"]
+    return []
 
 
 def _reference(value: Any) -> str:
@@ -146,14 +157,19 @@ def _means(scored: FunctionScores, per_row: int) -> tuple[float, float, float]:
 
 
 def _complaint(
-    label: str, column: str, means: tuple[float, float, float], rows: int, scored: FunctionScores
+    label: str,
+    column: str,
+    means: tuple[float, float, float],
+    rows: int,
+    scored: FunctionScores,
+    form: str,
 ) -> str:
     right, empty, other = (_shown(mean) for mean in means)
-    failures = f"; {scored.describe()}" if scored.failures else ""
+    causes = "".join(f"; {cause}" for cause in (scored.describe(), form) if cause)
     return (
         f"reward function {label} must score the reference answer (column {column}) above an empty "
         f"answer and above another row's reference; got {right}, {empty} and {other} (means over "
-        f"{rows} rows){failures}. Fix the function; give it the attribute checks_answer = False if "
+        f"{rows} rows){causes}. Fix the function; give it the attribute checks_answer = False if "
         "it does not judge right and wrong; or turn the test off with --no-scoring.self-test."
     )
 

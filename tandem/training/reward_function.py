@@ -71,8 +71,8 @@ class RewardColumns:
         return metrics
 
     def failure(self) -> str:
-        """What the functions failed on, in one line; "" if on nothing."""
-        return "; ".join(filter(None, (function.describe() for function in self.functions)))
+        """What the functions failed on, or may have, in one line; "" if on nothing."""
+        return "; ".join(filter(None, (f.describe() or f.advice for f in self.functions)))
 
 
 def named_metrics(label: str, values: Tensor) -> dict[str, float]:

@@ -82,6 +82,18 @@ def test_the_function_sees_prompts_answers_and_every_column() -> None:
     ]
 
 
+def test_a_function_of_messages_sees_the_turns_of_the_rows() -> None:
+    def spy(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        assert prompts == columns["messages"]
+        assert [turns[0] for turns in prompts] == [{"role": "system", "content": "s"}] * 2
+        assert completions == [[{"role": "assistant", "content": c}] for c in "ab"]
+        return [float(turns[1]["content"][1:]) for turns in prompts]
+
+    function = here(spy)
+    function.conversational = True  # type: ignore[attr-defined]
+    assert scored([function], rollout_of("a", "b"))[0].values.tolist() == [[0.0], [1.0]]
+
+
 def test_a_worker_sees_the_same(tmp_path: Any) -> None:
     def told(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
         assert prompts == ["q1"] or columns["answer"] == [None]
