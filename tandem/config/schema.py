@@ -167,8 +167,9 @@ class RLConfig:
     reward_model_weight: float = knob(1.0, ge=0)
     """Weight of the reward model's normalized score."""
     reward_function: tuple[str, ...] = knob((), common=RL, path=True)
-    """Reward functions as `file.py:name`, `module:name` or `tandem:name`, `:weight` behind each,
-    called as f(prompts, completions, **columns) -> list[float | None]; docs/reward_function.md."""
+    """Reward functions as `file.py:name`, `module:name` or `tandem:name`, or a server's URL,
+    `:weight` behind each, called as f(prompts, completions, **columns) -> list[float | None];
+    docs/reward_function.md."""
     reward_function_weight: float = knob(1.0)
     """Weight of the reward functions' weighted sum, added to the reward model's."""
     loss_function: str = knob("", path=True)

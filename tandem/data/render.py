@@ -199,6 +199,11 @@ class Renderer:
             words.pop()
         return self._pieces.decode(words).removeprefix(self._lead).removesuffix(self._trail)
 
+    def prompt_text(self, row: PromptRow) -> str:
+        """A prompt as the model reads it, control tokens included, up to where the text of an
+        answer (`decode`) follows."""
+        return self.continuation(row.token_ids) + self._lead
+
     def continuation(self, ids: Sequence[int]) -> str:
         """The text of ids that follow other text, with nothing removed: of a plain completion."""
         return self._pieces.decode([int(i) for i in ids])

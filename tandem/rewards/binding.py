@@ -15,9 +15,11 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
-GIVEN = ("prompts", "completions", "messages", "completion_ids")
+IF_NAMED = ("completion_ids", "prompt_texts")
+"""What goes only to functions with a parameter of that name, since it must be made for them."""
+GIVEN = ("prompts", "completions", "messages", *IF_NAMED)
 """What reward functions are given beside the data's columns; a column of such a name is left out.
-`messages` goes to functions that can take it, `completion_ids` to those that name it."""
+`messages` goes to functions that can take it."""
 _TRAINERS = ("trainer_state", "log_extra", "log_metric", "environments")
 """What TRL also gives, and only TRL has."""
 
@@ -80,7 +82,7 @@ def _binding_of(function: Callable[..., Any], names: tuple[str, ...]) -> Binding
             f"its first two parameters, {' and '.join(first)}, are called as columns of the data, "
             "so that it would never see a completion. Name the one that takes them completions"
         )
-    rest = [name for name in names if name not in known and name != "completion_ids"]
+    rest = [name for name in names if name not in known and name not in IF_NAMED]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         if known.isdisjoint({"completions", "completion_ids"}):
             raise BindingError("it has no parameter for completions. Name one completions")

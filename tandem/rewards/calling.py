@@ -25,6 +25,14 @@ MOST = 1e15
 """Size of a reward whose squares and sums over a rollout are still float32 numbers."""
 
 
+class CallError(Exception):
+    """A call that gives no rewards, for a reason that is known; the text is the message."""
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """The arguments of one call: lists with one entry per completion. A function that asks for the
@@ -39,11 +47,18 @@ class Call:
 
     def each(self) -> list[Call]:
         """The same as calls of one completion each."""
+        return self.batches(1)
+
+    def batches(self, size: int) -> list[Call]:
+        """The same as calls of at most `size` completions each."""
+        parts = (slice(start, start + size) for start in range(0, len(self), size))
         return [
-            Call([prompt], [completion], {name: [v[i]] for name, v in self.columns.items()})
-            for i, (prompt, completion) in enumerate(
-                zip(self.prompts, self.completions, strict=True)
+            Call(
+                self.prompts[part],
+                self.completions[part],
+                {name: values[part] for name, values in self.columns.items()},
             )
+            for part in parts
         ]
 
 
@@ -83,6 +98,8 @@ def outcomes_of(function: RewardFunction, call: Call) -> list[Outcome]:
         return _checked(returned, len(call))
     except (KeyboardInterrupt, Stopped):
         raise
+    except CallError as error:
+        return failed(len(call), error.reason, str(error))
     except MemoryError:
         return failed(len(call), "memory", "MemoryError")
     # Whatever a user's code does is told to them; SystemExit too.

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tandem.named_functions import (
     FIX_FILE,
@@ -69,6 +69,8 @@ def _bound(function: Callable[..., Any], spec: RewardSpec) -> RewardFunction:
     form = values.pop(CONVERSATIONAL, None) if chooses_form else None
     if ships:  # or a column of an option's name would be taken for the option
         values = known | values
+    if isinstance(function, type) and ships:
+        return cast(RewardFunction, function(**values))
     if not values and form is None:
         return function
 

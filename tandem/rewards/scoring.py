@@ -15,12 +15,13 @@ from typing import Any
 from tandem.config.scoring import ScoringConfig
 from tandem.errors import DataError
 from tandem.processor import num_cores
-from tandem.rewards.binding import columns_problem, names_parameter
+from tandem.rewards.binding import IF_NAMED, columns_problem, names_parameter
 from tandem.rewards.calling import Call, Outcome, RewardFunction, outcomes_of
 from tandem.rewards.columns import account_of, columns_of
 from tandem.rewards.form import reads_messages
 from tandem.rewards.loading import load_reward_function
 from tandem.rewards.pool import PoolLimits, WorkerPool
+from tandem.rewards.remote import RemoteReward
 from tandem.rewards.spec import RewardSpec, parse_specs, with_labels
 from tandem.text import visible
 
@@ -38,8 +39,8 @@ class Answers:
     """What is to be scored; lists with one entry per answer.
 
     messages: the whole conversations, as role and content dicts. rows: the data's columns.
-    sources: where each row came from. completion_ids: the sampled tokens, EOS included; None where
-    they are not known.
+    sources: where each row came from. completion_ids: the sampled tokens, EOS included.
+    prompt_texts: the prompts as the model reads them, control tokens included. None: not known.
     """
 
     prompts: list[str]
@@ -48,6 +49,7 @@ class Answers:
     rows: Sequence[Mapping[str, Any]]
     sources: list[str]
     completion_ids: list[list[int]] | None = None
+    prompt_texts: list[str] | None = None
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -162,10 +164,9 @@ class RewardFunctions:
         """The functions themselves, in the order of `specs`."""
         return [function.call for function in self._functions]
 
-    @property
-    def need_ids(self) -> bool:
-        """Whether a function asks for `completion_ids`."""
-        return any(names_parameter(call, "completion_ids") for call in self.calls)
+    def need(self, name: str) -> bool:
+        """Whether a function asks for `completion_ids` or `prompt_texts`."""
+        return any(names_parameter(call, name) for call in self.calls)
 
     @property
     def scores_each(self) -> bool:
@@ -229,8 +230,10 @@ class RewardFunctions:
         self, function: _Function, answers: Answers, columns: Mapping[str, list[Any]]
     ) -> Call:
         values: dict[str, list[Any]] = {**columns, "messages": answers.messages}
-        if answers.completion_ids is not None and names_parameter(function.call, "completion_ids"):
-            values["completion_ids"] = answers.completion_ids
+        for name in IF_NAMED:
+            known = getattr(answers, name)
+            if known is not None and names_parameter(function.call, name):
+                values[name] = known
         if problem := columns_problem(function.call, values, function.spec.label):
             raise DataError(f"{problem}.")
         return Call(answers.prompts, answers.completions, values)
@@ -238,6 +241,8 @@ class RewardFunctions:
     def _made(self, spec: RewardSpec, call: RewardFunction) -> _Function:
         config = self.config
         printed: list[str] = []
+        if isinstance(call, RemoteReward):
+            call = call.told(spec.label, config.deadline_seconds, self._print_line)
         if getattr(call, "in_process", False):
             return _Function(spec, call, None, printed)
         if not spec.where and (why := _cannot_fork()):
@@ -289,7 +294,9 @@ class RewardFunctions:
         if self._on_heldout and getattr(function.call, "training_only", False):
             return [Outcome(None)] * len(call)
         if function.pool is None:
-            return outcomes_of(function.call, call)
+            remote = function.call if isinstance(function.call, RemoteReward) else None
+            parts = call.batches(remote.batch_size) if remote else [call]
+            return [o for part in parts for o in outcomes_of(function.call, part)]
         calls = [call] if function.is_whole else call.each()
         return [outcome for outcomes in function.pool.run(calls) for outcome in outcomes]
 

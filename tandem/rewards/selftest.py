@@ -11,6 +11,7 @@ from tandem.errors import ConfigError
 from tandem.rewards.calling import RewardFunction
 from tandem.rewards.columns import ANSWER, columns_of
 from tandem.rewards.form import MESSAGES_ARE_GIVEN, TEXTS_ARE_GIVEN, reads_messages
+from tandem.rewards.remote import RemoteReward
 from tandem.rewards.scoring import Answers, FunctionScores, RewardFunctions
 
 NUM_ROWS = 8
@@ -25,12 +26,14 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class ReferenceRow:
-    """A row to test on: its last user turn, its turns, its columns, its source."""
+    """A row to test on: its last user turn, its turns, its columns, its source, and what makes the
+    prompt's text as `Answers` has it."""
 
     prompt: str
     messages: list[dict[str, str]]
     columns: Mapping[str, Any]
     source: str
+    text: Callable[[], str] = str
 
 
 def self_test(
@@ -44,8 +47,8 @@ def self_test(
     Returns:
         one line per function on what was found.
     Raises:
-        ConfigError: a function takes texts for lists of messages, or does not score the reference
-            highest on average.
+        ConfigError: a function takes texts for lists of messages, a server gives no reward, or a
+            function does not score the reference highest on average.
     """
     column = rewards.config.answer_column
     references = columns_of([row.columns for row in rows], column, [ANSWER])[ANSWER]
@@ -60,7 +63,8 @@ def self_test(
     lines = []
     for spec, call in trials:
         # Not what holds state between calls, or waits for people.
-        if not getattr(call, "in_process", False) and not getattr(call, "training_only", False):
+        is_held = getattr(call, "in_process", False) or getattr(call, "training_only", False)
+        if isinstance(call, RemoteReward) or not is_held:
             lines += _tried(rewards, spec.label, call, _answers(first, [], call, encode))
     if len(texts) < 2:
         line = (
@@ -95,9 +99,14 @@ def _tried(
 
     Raises:
         ConfigError: it takes texts for lists of messages or the other way round, and so will fail
-            on all.
+            on all; or a server that gives no reward.
     """
     for found in rewards.score(answers, label) if len(answers) else ():
+        if found.failures and isinstance(call, RemoteReward):
+            raise ConfigError(
+                f"{found.describe()}. Start the server or correct the URL, and see whether "
+                "scoring.deadline_seconds is enough; --no-scoring.self-test leaves this try out."
+            )
         for given, form in ((TEXTS_ARE_GIVEN, "texts"), (MESSAGES_ARE_GIVEN, "lists of messages")):
             if given in found.first:
                 raise ConfigError(
@@ -139,6 +148,7 @@ def _answers(
         rows=[row.columns for row, _ in tried],
         sources=[row.source for row, _ in tried],
         completion_ids=[encode(text) for _, text in tried] if encode else None,
+        prompt_texts=[row.text() for row, _ in tried],
     )
 
 

@@ -59,6 +59,10 @@ SHIPPED: Mapping[str, Shipped] = MappingProxyType(
             "tandem.rewards.votes:decided",
             "1 for the answer that a person prefers (`tandem vote`), 0 for its rivals.",
         ),
+        "remote": Shipped(
+            "tandem.rewards.remote:RemoteReward",
+            "What a server at `url` gives; the URL alone names it, too.",
+        ),
         "reasoning_gym": Shipped(
             "tandem.rewards.gym:reward",
             "The score of the row's reasoning-gym task, 0 to 1.",

@@ -13,6 +13,11 @@ from tandem.named_functions import name_and_options
 from tandem.rewards.shipped import SHIPPED
 
 _WEIGHT = re.compile(r"(.*[^:]):([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)", re.DOTALL)
+_PORT = re.compile(r".*://(?:\[[^\]]*\]|[^/?&:]*)", re.DOTALL)
+"""What stands before a port, and so not before a weight."""
+_URL = re.compile(r"https?://", re.IGNORECASE)
+REMOTE = ("tandem", "remote")
+"""What asks a server; it is named by the server's URL alone, too."""
 _RENAMED = {"tandem.training.exact_number:reward": "tandem:exact_number"}
 """Names of functions that have moved."""
 
@@ -40,25 +45,28 @@ class RewardSpec:
 
 def parse_spec(text: str) -> RewardSpec:
     """Read `FILE.py:FUNCTION`, `MODULE:FUNCTION` or `tandem:NAME`, then `?option=value&...` and
-    `:weight` where there are any.
+    `:weight` where there are any; or a server's URL, whose query is its own, and `:weight`.
 
-    Example: parse_spec("tandem:length?limit=400:0.5") has weight 0.5 and one option.
+    Example: parse_spec("tandem:length?limit=400:0.5") has weight 0.5 and one option,
+    parse_spec("http://localhost:5000/get_reward:0.5") is tandem:remote with the option url.
 
     Raises:
         ConfigError: no function is named, or the options or the weight cannot be read.
     """
     problem = f"--reward-function must be file.py:function or module:function; got {text!r}"
     name, weight = text, 1.0
-    if found := _WEIGHT.fullmatch(text):
+    if (found := _WEIGHT.fullmatch(text)) and not _PORT.fullmatch(found[1]):
         name, weight = found[1], float(found[2])
     if not math.isfinite(weight):
         raise ConfigError(f"{problem}. Its weight must be a finite number.")
+    if _URL.match(name):
+        return RewardSpec(*REMOTE, {"url": name}, weight)
     name, options = name_and_options(name, problem)
     where, _, function = _RENAMED.get(name, name).rpartition(":")
     if not where or not function:
         raise ConfigError(
             f"{problem}. Write e.g. rewards.py:my_reward, or one of "
-            f"{', '.join(f'tandem:{shipped}' for shipped in SHIPPED)}."
+            f"{', '.join(f'tandem:{shipped}' for shipped in SHIPPED)}; or a server's URL."
         )
     if where == "tandem" and function not in SHIPPED:
         raise ConfigError(
@@ -90,13 +98,15 @@ def parse_specs(texts: Sequence[str]) -> list[RewardSpec]:
 
 
 def with_labels(specs: Sequence[RewardSpec]) -> list[RewardSpec]:
-    """The same with labels: the function's name, its file's before it where two are called the
-    same, and a number where that is not enough."""
+    """The same with labels: the function's name, its file's or server's before it where two are
+    called the same, and a number where that is not enough."""
     labels: list[str] = []
     for spec in specs:
         label = spec.function
         if sum(other.function == spec.function for other in specs) > 1:
             home = Path(spec.where).stem if spec.where.endswith(".py") else spec.where
+            if (spec.where, spec.function) == REMOTE:
+                home = re.sub(r"^\w+://|[/?].*", "", spec.options.get("url", ""))
             label = f"{home}.{spec.function}"
         plain = re.sub(r"[^\w.-]", "_", label)
         number = 1

@@ -301,7 +301,7 @@ def score_answers(
             further[:, k] = own.normalized(own.raw(rollout, renderer))
     columns = None
     if rewards is not None:
-        columns = function_scores(rewards, rollout, world)
+        columns = function_scores(rewards, rollout, renderer, world)
         function = columns.total
     is_scored = ~(model.isnan() & function.isnan())
     num_unscored = int((~is_scored).sum())

@@ -107,15 +107,21 @@ def rewards_of(
 
 
 def function_scores(
-    rewards: RewardFunctions, rollout: Rollout, world: World | None = None
+    rewards: RewardFunctions,
+    rollout: Rollout,
+    renderer: Renderer | None = None,
+    world: World | None = None,
 ) -> RewardColumns:
     """The functions' scores of a rollout's answers, computed by the first rank for all.
 
     Each function is called as f(prompts=, completions=, **columns): `prompts` the text of each
     conversation's last user turn, `completions` the answers without their stop token, one list per
     column that the data's rows have (None where a row lacks it), and where a function takes them
-    `messages`, the whole conversation as role and content dicts, and `completion_ids`.
+    `messages`, the whole conversation as role and content dicts, `completion_ids` and
+    `prompt_texts`.
 
+    Args:
+        renderer: the policy's, for functions that ask for `prompt_texts`.
     Raises:
         DataError: on every rank, what keeps the first from calling one of them.
     """
@@ -125,7 +131,7 @@ def function_scores(
     if world.is_first:
         dtype = torch.get_default_dtype()
         try:
-            scored = rewards.score(_answers(rollout, with_ids=rewards.need_ids))
+            scored = rewards.score(_answers(rollout, rewards, renderer))
         except (DataError, ConfigError) as error:
             if world.size == 1:
                 raise
@@ -147,38 +153,62 @@ def columns_given(config: RunConfig, rows: StepRows) -> ColumnAccount:
 
 
 def check_rewards(
-    given: Sequence[str], config: RunConfig, rows: StepRows, world: World
-) -> list[str]:
-    """The self-test of named reward functions, on the first rank for all; lines to show, and what
-    becomes of the columns.
+    given: Sequence[str],
+    config: RunConfig,
+    rows: StepRows,
+    world: World,
+    print_line: Callable[[str], None],
+) -> None:
+    """The self-test of named reward functions, on the first rank for all.
 
+    Args:
+        print_line: shows what was found, and what becomes of the columns, on the first rank.
     Raises:
         ConfigError: on every rank, a function cannot tell a right answer from a wrong one.
     """
     if not given:
-        return []
+        return
     account = columns_given(config, rows)
-    if not config.scoring.self_test:
-        return account.lines()
-    lines = account.lines()
     problem = ""
     if world.is_first:
-        rewards = RewardFunctions(given, config.scoring, lines.append, columns=account.names)
-        tested = [
-            ReferenceRow(_prompt(row), _messages(row), row.columns, str(row.source))
-            for row in rows.prompts
-        ]
-        encode = partial(_ids_of, rows.renderer, rows.tokenizer) if rewards.need_ids else None
-        try:
-            lines += self_test(rewards, tested, encode)
-        except (DataError, ConfigError) as error:
-            problem = str(error)
-        finally:
-            rewards.close()
-    lines, problem = world.all_gather_object((lines, problem))[0]
+        for line in account.lines():
+            print_line(line)
+        if config.scoring.self_test:
+            problem = _problem(given, config, rows, account.names, print_line)
+    problem = world.all_gather_object(problem)[0]
     if problem:
         raise ConfigError(problem)
-    return lines
+
+
+def _problem(
+    given: Sequence[str],
+    config: RunConfig,
+    rows: StepRows,
+    columns: Sequence[str],
+    print_line: Callable[[str], None],
+) -> str:
+    """What the self-test finds wrong; "" for nothing."""
+    rewards = RewardFunctions(given, config.scoring, print_line, columns=columns)
+    tested = [
+        ReferenceRow(
+            _prompt(row),
+            _messages(row),
+            row.columns,
+            str(row.source),
+            partial(rows.renderer.prompt_text, row),
+        )
+        for row in rows.prompts
+    ]
+    needs_ids = rewards.need("completion_ids")
+    encode = partial(_ids_of, rows.renderer, rows.tokenizer) if needs_ids else None
+    try:
+        for line in self_test(rewards, tested, encode):
+            print_line(line)
+    except (DataError, ConfigError) as error:
+        return str(error)
+    finally:
+        rewards.close()
+    return ""
 
 
 def _ids_of(renderer: Renderer, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -186,12 +216,14 @@ def _ids_of(renderer: Renderer, tokenizer: PreTrainedTokenizerBase, text: str) -
     return [*map(int, ids), renderer.terminator_id]
 
 
-def _answers(rollout: Rollout, *, with_ids: bool) -> Answers:
-    ids = None
-    if with_ids:
+def _answers(rollout: Rollout, rewards: RewardFunctions, renderer: Renderer | None) -> Answers:
+    ids = texts = None
+    if rewards.need("completion_ids"):
         batch = rollout.batch.on_host()
         pairs = zip(batch.token_ids, batch.response_mask, strict=True)
         ids = [token_ids[mask].tolist() for token_ids, mask in pairs]
+    if renderer is not None and rewards.need("prompt_texts"):
+        texts = [renderer.prompt_text(prompt) for prompt in rollout.prompts]
     return Answers(
         prompts=[_prompt(prompt) for prompt in rollout.prompts],
         completions=list(rollout.responses),
@@ -199,6 +231,7 @@ def _answers(rollout: Rollout, *, with_ids: bool) -> Answers:
         rows=[prompt.columns for prompt in rollout.prompts],
         sources=[str(prompt.source) for prompt in rollout.prompts],
         completion_ids=ids,
+        prompt_texts=texts,
     )
 
 

@@ -210,8 +210,7 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
             rl = rl_section(config)
             section, samples = rl_stage(config.stages).section, config.sampling.samples_per_prompt
             check_policy_functions(rl, section, rows.prompts, samples, run.world)
-            for line in check_rewards(rl.reward_function, config, rows, run.world):
-                print_line(line)
+            check_rewards(rl.reward_function, config, rows, run.world, print_line)
         to_come = replace(config, stages=tuple(unfinished))
         for line in idle_ranks(to_come, run.world):
             print_line(line)

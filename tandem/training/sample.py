@@ -211,8 +211,7 @@ class _Sampling:
         """The models and functions, ready; functions are tested first."""
         config, world = self._config, self._world
         names = rl_section(config).reward_function
-        for line in check_rewards(names, config, self._rows, world):
-            self._say(line)
+        check_rewards(names, config, self._rows, world, self._say)
         columns = columns_given(config, self._rows).names
         rewards = rewards_of(names, config.scoring, self._say, columns)
         if rewards is not None:

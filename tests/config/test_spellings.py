@@ -68,6 +68,8 @@ def refused(flags: str, command: str = "train") -> str:
         ("ppo", "--ppo.cliprange 0.1", "ppo.clip_ratio", 0.1, "--ppo.cliprange is read as"),
         ("ppo", "--num_ppo_epochs 3", "ppo.epochs", 3, "--ppo.epochs"),
         ("ppo", "--num_iterations 3", "ppo.epochs", 3, "--ppo.epochs"),
+        ("grpo", "--remote_rm_url http://h:1/x", "grpo.reward_function", ("http://h:1/x",),
+         "a server's URL, asked as OpenRLHF asks it"),
         ("sft", "--lr_scheduler_type linear", "sft.schedule", "linear", "10 % of the peak"),
         ("sft", "--warmup_ratio 0.2", "sft.warmup", 0.2, "--sft.warmup"),
         ("train", "--reward.warmup_ratio 0.2", "reward.warmup", 0.2, "--reward.warmup"),
@@ -173,7 +175,6 @@ def test_a_key_with_the_same_meaning_is_read_with_one_note(
         ("grpo", "--apply_chat_template", "Use --chat-template: on is the default, off is none"),
         ("dpo", "--dataset_train_split s", "Use --data: behind the name, as in NAME@/SPLIT or NA"),
         ("sft", "--dataset d.json", "Use --data: files or hub names; a dataset_info.json is not r"),
-        ("grpo", "--remote_rm_url f.py", "Use --reward-function: a Python function, as file.py:n"),
         ("train", "--no-num-generations", "Did you mean --sampling.samples-per-prompt?"),
     ],
 )  # fmt: skip

@@ -105,6 +105,20 @@ def test_equals_hugging_face_on_real_templates(folder: str, shared: Path) -> Non
         assert tokenizer.decode(whole[len(ids) :]) in ("", "\n")
 
 
+def test_a_prompts_text_is_followed_by_the_answers(
+    named: tuple[str, PreTrainedTokenizerBase],
+) -> None:
+    name, tokenizer = named
+    if name.startswith("folding"):
+        pytest.skip("its decoder puts a space between any two tokens")
+    renderer = Renderer(tokenizer)
+    prompt = renderer.prompt(TURNS)
+    whole = renderer.conversation(TURNS, "it is 3.", SOURCE).token_ids
+    answer = renderer.decode(whole[len(prompt) :])
+    text = renderer.continuation(whole)
+    assert text.startswith(renderer.prompt_text(prompt) + answer)
+
+
 @pytest.mark.parametrize("scheme", ["first", "always"])
 def test_equals_hugging_face_where_a_space_is_added(scheme: str) -> None:
     tokenizer = sentencepiece(LLAMA2, scheme)

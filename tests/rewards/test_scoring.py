@@ -184,7 +184,8 @@ def test_workers_need_no_torch() -> None:
         "from tandem.rewards.shipped import SHIPPED\n"
         "from tandem.rewards.loading import load_reward_function\n"
         "for name, shipped in SHIPPED.items():\n"
-        "    if not shipped.needs: load_reward_function('tandem:' + name)\n"
+        "    options = '?url=http://localhost/' if name == 'remote' else ''\n"
+        "    if not shipped.needs: load_reward_function('tandem:' + name + options)\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,19 @@ def test_a_function_of_messages_sees_the_turns_of_the_rows() -> None:
     function = here(spy)
     function.conversational = True  # type: ignore[attr-defined]
     assert scored([function], rollout_of("a", "b"))[0].values.tolist() == [[0.0], [1.0]]
+
+
+def test_a_function_may_ask_for_the_prompts_as_the_model_reads_them() -> None:
+    def spy(completions: Any, prompt_texts: Any) -> list[float]:
+        assert prompt_texts == ["<s>q0", "<s>q1"]
+        return [1.0, 2.0]
+
+    spy.in_process = True  # type: ignore[attr-defined]
+    renderer: Any = SimpleNamespace(prompt_text=lambda row: f"<s>{row.messages[-1].content}")
+    rewards, rollout = rewards_of(spy, ScoringConfig()), rollout_of("a", "b")
+    config = PPOConfig(missing_eos_penalty=0.0)
+    found = score_answers(rollout, None, renderer, config, rewards, World())
+    assert found.scores.tolist() == [1.0, 2.0]
 
 
 def test_a_worker_sees_the_same(tmp_path: Any) -> None:
