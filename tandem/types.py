@@ -58,9 +58,11 @@ class Sample:
     A dialog row has `prompt` (all turns before the answer, ending with the user's) and, if the row
     has them, the answer to learn or prefer (`chosen`) and the worse one (`rejected`).
     A text row has only `text`. `label` is set if the row labels its only answer as good (`chosen`)
-    or bad (`rejected`), `margin` if it tells how much better `chosen` is. `ranking` is set if it
-    ranks several answers, as (rank, answer) with 1 the best; `chosen` is then the best of them and
-    `rejected` the worst. Columns that Tandem does not read are kept for reward functions.
+    or bad (`rejected`), `grade` if it grades it, more is better, `margin` if it tells how much
+    better `chosen` is. `ranking` is set if it ranks several answers, as (rank, answer) with 1 the
+    best; `chosen` is then the best of them and `rejected` the worst. One made of graded answers
+    has, in its order, their `grades` and the `rows` of each. Columns that Tandem does not read are
+    kept for reward functions.
 
     Example: the row {"prompt": "2+2?", "chosen": "4", "rejected": "5", "level": "easy"} is
     Sample(prompt=(Message("user", "2+2?"),), chosen="4", rejected="5", columns={"level": "easy"}).
@@ -75,6 +77,14 @@ class Sample:
     label: bool | None = None
     margin: float = 0.0
     ranking: tuple[tuple[int, str], ...] = ()
+    grade: float | None = None
+    grades: tuple[float, ...] = ()
+    rows: tuple[tuple[Source, ...], ...] = ()
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """All rows that it was made of."""
+        return tuple(chain.from_iterable(self.rows)) or (self.source,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +132,15 @@ class PairRow:
 class RankedRow:
     """A prompt's answers in order of preference, each a whole rendered sequence.
 
-    ranks: of each, 1 is the best; equal ones are not compared. At least two differ.
+    ranks: of each, 1 is the best; equal ones are not compared. At least two differ. grades: of
+    each, if the ranks are made of them.
     Example: ranks (1, 2, 2) compares the first answer with each of the others.
     """
 
     sequences: tuple[TokenRow, ...]
     ranks: tuple[int, ...]
     margin: float = 0.0
+    grades: tuple[float, ...] = ()
 
     def __len__(self) -> int:
         return max(map(len, self.sequences))
@@ -141,11 +153,10 @@ class RankedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class LabelledRow:
-    """One answer that its row calls good or bad, a whole rendered sequence."""
+class AnswerRow:
+    """One answer, a whole rendered sequence."""
 
     answer: TokenRow
-    is_desirable: bool
 
     def __len__(self) -> int:
         return len(self.answer)
@@ -154,6 +165,20 @@ class LabelledRow:
     def sequences(self) -> tuple[TokenRow, ...]:
         """The one sequence."""
         return (self.answer,)
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledRow(AnswerRow):
+    """An answer that its row calls good or bad."""
+
+    is_desirable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GradedRow(AnswerRow):
+    """An answer and its grade, in the units of its data set."""
+
+    grade: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf, isfinite, nan
 from typing import Literal
 
 from tandem.config.knob import RL, SUPERVISED, at_home, knob
+from tandem.errors import ConfigError
 
 TOKENIZERS_OWN = "tokenizer"
 """The value of `chat_template` that leaves a tokenizer its own."""
@@ -23,8 +25,12 @@ class DataConfig:
     """Share of the prompts that no stage trains on, for evaluation."""
     columns: tuple[str, ...] = knob(())
     """Column map for files of other shapes, as `role=column` (roles: prompt, chosen, rejected,
-    completion, messages, text, system, label, margin, ranking, answers, ranks). A map after a data
-    set's name, as in `file.jsonl::prompt=question,completion=answer`, applies to that set only."""
+    completion, messages, text, system, label, grade, margin, ranking, answers, ranks). A map after
+    a data set's name, as in `file.jsonl::prompt=question,completion=answer`, applies to that set
+    only."""
+    min_grade: str = knob("mean")
+    """Lowest grade of a graded answer that SFT and mixture training imitate: a number, `mean` (that
+    of the data set's grades) or `none` (any). Others are counted as unused there."""
     on_bad_row: Literal["error", "drop"] = knob("error", common=True)
     """A row that cannot be used: stop with its file and line, or drop it and count it by reason."""
     max_tokens: int = knob(512, ge=8, common=("train", *SUPERVISED))
@@ -45,6 +51,27 @@ class DataConfig:
     def own_template(self) -> str:
         """The template in place of the tokenizers' own; "" for theirs."""
         return "" if self.chat_template == TOKENIZERS_OWN else self.chat_template
+
+    @property
+    def lowest_imitated(self) -> float | None:
+        """`min_grade` as a number; None: the mean of each data set.
+
+        Raises:
+            ConfigError: it is neither a number nor one of the words.
+        """
+        words = {"mean": None, "none": -inf}
+        if self.min_grade in words:
+            return words[self.min_grade]
+        try:
+            value = float(self.min_grade)
+        except ValueError:
+            value = nan
+        if not isfinite(value):
+            raise ConfigError(
+                f"dataset.min_grade must be a number, mean or none; got {self.min_grade!r}. Write "
+                "for example 4."
+            )
+        return value
 
     def __post_init__(self) -> None:
         if not self.chat_template:

@@ -93,6 +93,11 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
                 f"{further[0].source}"
             )
     yield from preference_problems(config.dpo)
+    if config.reward.grade_margin > 0 and config.reward.grades == "regression":
+        yield (
+            "reward.grade_margin must be 0 with reward.grades regression, which compares no graded "
+            f"answers; got {config.reward.grade_margin:g}. Remove it, or set reward.grades pairs"
+        )
     yield from _selection_problems(config)
     yield from _answers_problems(config)
     yield from _unread_by_stages(config)
@@ -138,6 +143,10 @@ def _data_problems(config: RunConfig) -> Iterator[str]:
         )
     elif split and sum(split) <= 0:
         yield "dataset.split must have a share above 0; got 0,0,0. Use e.g. 2,4,4"
+    try:
+        _ = config.dataset.lowest_imitated
+    except ConfigError as error:
+        yield str(error).rstrip(".")
     share = config.dataset.heldout
     has_texts = bool(rl_section(config).ptx_data)  # of which a share is held out all the same
     if config.eval_data and not has_texts and share not in (0, DataConfig().heldout):

@@ -17,6 +17,7 @@ from tandem.config.knob import RL, STEPS, UNSET, at_home, knob, require_sections
 from tandem.config.optimizer import OptimizerConfig, SupervisedConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.preferences import DPOConfig, KTOConfig
+from tandem.config.reward import RewardConfig
 from tandem.config.scoring import ScoringConfig
 from tandem.config.stages import DEFAULT, rl_stage, stage_names
 from tandem.errors import ConfigError
@@ -49,19 +50,6 @@ class SFTConfig(SupervisedConfig):
     """Train on the assistant's tokens only, or on every token. Plain text rows always train on
     every token. DeepSpeed-Chat trains on prompts too, which teaches the model to write the user's
     turns."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardConfig(SupervisedConfig):
-    """Stage 2, the reward model: Bradley-Terry loss on the score at the last token."""
-
-    learning_rate: float = knob(1e-5, gt=0, common=STEPS)
-    center_coef: float = knob(0.0, ge=0)
-    """Weight of (chosen + rejected)^2, which keeps raw scores near zero (arXiv:2312.09244 uses
-    0.01). Off: scores are normalized afterwards anyway, and it cost accuracy (LOG.md)."""
-    normalize_prompts: int = knob(128, ge=0)
-    """Scores are normalized to mean 0 and sd 1 on the SFT policy's answers to this many of PPO's
-    prompts (of its own prompts if PPO has no share); 0 keeps them raw."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.config.dataset import DataConfig
-from tandem.config.stages import DEFAULT
-from tandem.data.dataset import ReadRow, assign, read_all
+from tandem.config.stages import DEFAULT, leaving
+from tandem.data.assign import ReadRow, assign
+from tandem.data.dataset import read_all
+from tandem.data.grades import Mode
 from tandem.data.ledger import Ledger
 from tandem.data.own_template import read_template
 from tandem.data.split import Split, opening, shares_among
@@ -40,6 +42,7 @@ def check(
     *,
     seed: int,
     stages: Sequence[str] = DEFAULT,
+    grades: Mode = "auto",
     tokenizer_path: str = "",
     rows: int = 3,
     console: Console | None = None,
@@ -51,7 +54,7 @@ def check(
     escaped, so nothing in the data acts on the terminal.
 
     Args:
-        stages: those of the run.
+        stages: those of the run. grades: how the reward model's stage learns graded answers.
     Returns:
         The exit code: 1 if a row was bad (or cannot be rendered), else 0.
     Raises:
@@ -72,9 +75,31 @@ def check(
     read = read_all(
         replace(config, on_bad_row="drop"), data, sft_data, ledger, eval_data=eval_data, seed=seed
     )
-    assign(read, split, ledger, seed=seed, stages=stages)
+    lowest = config.lowest_imitated
+    found = assign(read, split, ledger, seed=seed, stages=stages, grades=grades, lowest=lowest)
     if renderer is not None:
         _note_rendering([row.sample for row in read], renderer, ledger)
+    _print_account(console, ledger, stages)
+    lengths: dict[str, list[int]] = defaultdict(list)
+    for row in read:
+        for part, text in _parts(row.sample).items():
+            lengths[part].append(len(text))
+    _print_lengths(console, "characters", lengths)
+    refused = 0
+    if renderer is not None:
+        refused = _print_tokens(console, read, tokenizer, renderer, config, rows)
+    else:
+        for row in _first_rows(read, rows):
+            _print_sample(console, row.sample)
+    _print_bias(console, read)
+    _print_labels(console, read)
+    _print_grades(console, read, found.grades if leaving(stages, "reward model") else "")
+    _print_shared(console, read)
+    return 1 if ledger.num_dropped or refused else 0
+
+
+def _print_account(console: Console, ledger: Ledger, stages: Sequence[str]) -> None:
+    """What became of the rows, and how they were read."""
     console.print(ledger.table())
     console.print(
         f"used: in a run of {' '.join(stages)} (one stage alone, --stages {stages[0]}, uses all "
@@ -91,21 +116,6 @@ def check(
     for name, account in ledger.datasets.items():
         shapes = ", ".join(f"{shape} ({count})" for shape, count in account.shapes.items())
         console.print(Text(f"{visible(name)} was read as: {shapes or 'nothing usable'}"))
-    lengths: dict[str, list[int]] = defaultdict(list)
-    for row in read:
-        for part, text in _parts(row.sample).items():
-            lengths[part].append(len(text))
-    _print_lengths(console, "characters", lengths)
-    refused = 0
-    if renderer is not None:
-        refused = _print_tokens(console, read, tokenizer, renderer, config, rows)
-    else:
-        for row in _first_rows(read, rows):
-            _print_sample(console, row.sample)
-    _print_bias(console, read)
-    _print_labels(console, read)
-    _print_shared(console, read)
-    return 1 if ledger.num_dropped or refused else 0
 
 
 def _note_rendering(samples: Sequence[Sample], renderer: Renderer, ledger: Ledger) -> None:
@@ -171,13 +181,31 @@ def _print_labels(console: Console, read: Sequence[ReadRow]) -> None:
         console.print(
             Text(
                 f"Labels: {labels[True]} good and {labels[False]} bad answers "
-                f"({labels[True] / both:.1%} good), which a stage on labelled answers trains on."
+                f"({labels[True] / both:.1%} good), which a stage on labelled answers trains on, "
+                "or the reward model, as grades 1 and 0."
             )
         )
     rankings = Counter(len(row.sample.ranking) for row in read if row.sample.ranking)
     if rankings:
         sizes = ", ".join(f"{count} of {size} answers" for size, count in sorted(rankings.items()))
         console.print(Text(f"Rankings: {sizes}."))
+
+
+def _print_grades(console: Console, read: Sequence[ReadRow], mode: str) -> None:
+    """The grades of each data set, and how the reward model's stage would learn them."""
+    grades: dict[str, list[float]] = defaultdict(list)
+    columns: dict[str, str] = {}
+    for row in read:
+        if row.sample.grade is not None:
+            grades[row.spec.name].append(row.sample.grade)
+            columns[row.spec.name] = row.grade_column
+    for name, values in grades.items():
+        line = f"Grades of {visible(name)} (column {visible(columns[name])}): {len(values)} answers"
+        spread = f"from {min(values):g} to {max(values):g}, mean {np.mean(values):.4g}"
+        console.print(Text(f"{line} {spread}, sd {np.std(values):.4g}."))
+    if grades and mode:
+        how = {"pairs": "as pairs of one prompt's answers", "regression": "by regression"}[mode]
+        console.print(Text(f"The reward model would learn them {how}; --grades says otherwise."))
 
 
 def _print_shared(console: Console, read: Sequence[ReadRow]) -> None:
@@ -210,6 +238,8 @@ def _print_sample(console: Console, sample: Sample) -> None:
     console.print(Text(f"\n{visible(str(sample.source))}", style="bold"))
     for turn in sample.prompt:
         console.print(Text(f"  {turn.role}: {_shown(turn.content)}", style="dim"))
+    if sample.grade is not None:
+        console.print(Text(f"  grade: {sample.grade:g}", style="dim"))
     for part in ("chosen", "rejected", "text"):
         if (answer := getattr(sample, part)) is not None:
             style = "red" if part == "rejected" else "green"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 from tandem.config.dataset import TOKENIZERS_OWN, DataConfig
 from tandem.config.load import check_ranges
 from tandem.config.pages import Parser, home_path
 from tandem.config.stages import DEFAULT, stage_names
+from tandem.data.grades import Mode
 from tandem.errors import ConfigError
 
 
@@ -36,10 +38,15 @@ def data_command(args: Sequence[str]) -> int:
         max_tokens=options.max_tokens,
         max_prompt_tokens=options.max_prompt_tokens,
         chat_template=options.chat_template,
+        min_grade=options.min_grade,
     )
     check_ranges(config, "dataset.")
     if unknown := sorted({*options.stages} - {*stage_names()}):
         raise ConfigError(f"--stages must be of {', '.join(stage_names())}; got {unknown[0]!r}.")
+    if options.grades not in get_args(Mode):
+        raise ConfigError(
+            f"--grades must be one of {', '.join(get_args(Mode))}; got {options.grades!r}."
+        )
     if options.rows < 0 or options.seed < 0:
         raise ConfigError(f"--rows and --seed must be >= 0; got {options.rows}, {options.seed}.")
     return check(
@@ -49,6 +56,7 @@ def data_command(args: Sequence[str]) -> int:
         options.eval_data,
         seed=options.seed,
         stages=options.stages,
+        grades=options.grades,
         tokenizer_path=options.tokenizer,
         rows=options.rows,
     )
@@ -71,6 +79,9 @@ def _data_parser() -> Parser:
     parser.flag("--eval-data DATA ...", "Data sets to evaluate on only.", [], shown="none")
     parser.flag("--columns A=B ...", columns, [], shown="none")
     parser.flag("--system-prompt TEXT", "For conversations without a system turn.", shown="none")
+    lowest = "Lowest grade that SFT imitates: a number, mean or none."
+    parser.flag("--grades HOW", "How the reward model learns grades: pairs, regression.", "auto")
+    parser.flag("--min-grade X", lowest, "mean")
     parser.section("split")
     parser.flag("--stages NAME ...", "Stages of the run.", list(DEFAULT))
     parser.flag("--data-split X ...", split, [], shown="2,4,4 among the run's stages")

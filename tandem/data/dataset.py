@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from tandem.config.dataset import DataConfig
-from tandem.config.stages import DEFAULT, in_order
+from tandem.config.stages import DEFAULT
+from tandem.data.assign import Dataset, ReadRow, assign, graded_below, skipped_by_weight
+from tandem.data.grades import (
+    Mode,
+    below,
+    lowest_imitated,
+)
 from tandem.data.ledger import DatasetLedger, Ledger
 from tandem.data.rows import BadRow, RowProblem
 from tandem.data.sampled import Read
@@ -22,13 +28,9 @@ from tandem.data.sources import (
 )
 from tandem.data.split import (
     DEFAULT_SHARES,
-    SHARES,
-    Place,
     Split,
     content_key,
     copies,
-    first_of,
-    share_of,
     shares_among,
     split_key,
 )
@@ -38,54 +40,9 @@ from tandem.types import Message, Sample
 
 _HOPELESS = 100_000
 """Rows of a data set after which reading stops if none can be used: 2 seconds."""
-_NUMBERS = {share: number for number, share in enumerate(SHARES, start=1)}
 
 
 _CONTRADICTS = "the answers of an earlier pair the other way round"
-
-
-@dataclass(frozen=True, slots=True)
-class ReadRow:
-    """A usable row before it has a place: its sample, its keys, and its data set.
-
-    key: `split.split_key`; content: `split.content_key`. sft_only: it is from `sft_data`;
-    eval_only: from `eval_data`. label_column: the column that calls its answer good or bad, or "".
-    """
-
-    sample: Sample
-    key: bytes
-    content: bytes
-    spec: DataSpec
-    sft_only: bool = False
-    eval_only: bool = False
-    label_column: str = ""
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """The samples of each share, in reading order, repeated according to their data sets' weights.
-
-    texts: samples with an answer or text. pairs: with a preferred and a rejected answer. prompts:
-    any. A share that no stage of the run trains on has its samples here too, but the ledger counts
-    them as unused. heldout: samples of every kind, once each, that no stage trains on. No opening
-    of a dialog is in two of these. ledger: what became of every row.
-    """
-
-    texts: list[Sample] = field(default_factory=list)
-    pairs: list[Sample] = field(default_factory=list)
-    prompts: list[Sample] = field(default_factory=list)
-    heldout: list[Sample] = field(default_factory=list)
-    ledger: Ledger = field(default_factory=Ledger)
-
-    def add(self, place: Place, sample: Sample, times: int, *, runs: bool) -> None:
-        """Put `sample` into `place`, `times` per epoch; `runs`: whether a stage uses it there."""
-        getattr(self, place).extend([sample] * times)
-        account = self.ledger.datasets[sample.source.dataset]
-        if runs or place == "heldout":
-            account.use(place, times)
-        else:
-            stage = f"stage {_NUMBERS[place]} ({first_of(place)})"
-            account.leave(f"kept for {stage}, which does not run")
 
 
 @dataclass(frozen=True)
@@ -105,6 +62,7 @@ def load_data(
     *,
     seed: int,
     stages: Sequence[str] = DEFAULT,
+    grades: Mode = "auto",
     read: Read = read_rows,
 ) -> Dataset:
     """Read all data sets and give each row to the one stage that may train on its prompt.
@@ -118,6 +76,7 @@ def load_data(
             without a weight.
         seed: the run's seed; the same seed, the same split.
         stages: those that run. Without configured shares they get all the rows.
+        grades: how the reward model's stage learns graded answers.
         read: yields a data set's rows, all of them or a sample.
     Raises:
         ConfigError: a data set's name, a column map or the split is wrong.
@@ -126,7 +85,8 @@ def load_data(
     split = Split(config.split or shares_among(stages), 0.0 if eval_data else config.heldout)
     ledger = Ledger()
     found = read_all(config, data, sft_data, ledger, eval_data=eval_data, seed=seed, read=read)
-    return assign(found, split, ledger, seed=seed, stages=stages)
+    lowest = config.lowest_imitated
+    return assign(found, split, ledger, seed=seed, stages=stages, grades=grades, lowest=lowest)
 
 
 def load_text(
@@ -147,10 +107,14 @@ def load_text(
     split = Split(DEFAULT_SHARES, config.heldout)
     ledger = ledger if ledger is not None else Ledger()
     text = TextData([], [], ledger)
-    for row in read_all(config, specs, (), ledger, seed=seed, read=read):
+    rows = read_all(config, specs, (), ledger, seed=seed, read=read)
+    lowest = lowest_imitated((row.sample for row in rows), config.lowest_imitated)
+    for row in rows:
         account = ledger.datasets[row.spec.name]
         if row.sample.label is False:
             account.leave(f"answer labelled bad (column {row.label_column}): not imitated")
+        elif bound := below(row.sample, lowest):
+            account.leave(f"{graded_below(row, bound)}: not imitated")
         elif row.sample.text is None and row.sample.chosen is None:
             account.leave("no text and no answer: not for mixture training")
         elif split.place_of(row.key) == "heldout":
@@ -160,7 +124,7 @@ def load_text(
             text.train.extend([row.sample] * times)
             account.use("ptx", times)
         else:
-            account.leave(_skipped_by_weight(row))
+            account.leave(skipped_by_weight(row))
     return text
 
 
@@ -210,6 +174,8 @@ def read_all(
             digest.update(repr(sample.columns).encode(errors="surrogatepass"))
             if sample.label is not None or sample.ranking:
                 digest.update(repr((sample.label, sample.ranking)).encode(errors="surrogatepass"))
+            if sample.grade is not None:
+                digest.update(repr(sample.grade).encode())
             if unlearned := [i for i, turn in enumerate(sample.prompt) if not turn.learned]:
                 digest.update(repr(unlearned).encode())
             account.duplicates += content in seen
@@ -227,6 +193,7 @@ def read_all(
                     sft_only=len(data) <= number < first_eval,
                     eval_only=number >= first_eval,
                     label_column=shaped.label_column,
+                    grade_column=shaped.grade_column,
                 )
             )  # fmt: skip
         account.fingerprint = digest.hexdigest()
@@ -236,37 +203,6 @@ def read_all(
             "no data set without its own column map has. Correct the names."
         )
     return rows
-
-
-def assign(
-    rows: Sequence[ReadRow], split: Split, ledger: Ledger, *, seed: int, stages: Sequence[str]
-) -> Dataset:
-    """Give each row to its stage, or count why it has none. `stages`: those that run."""
-    running = set(map(share_of, stages))
-    labelled = any(stage.labelled for stage in in_order(stages))
-    dataset = Dataset(ledger=ledger)
-    shared = {row.key for row in rows if not row.sft_only and not row.eval_only}
-    evaluated = {row.key for row in rows if row.eval_only}
-    for row in rows:
-        account = ledger.datasets[row.spec.name]
-        if row.key in evaluated and not row.eval_only:
-            account.leave("begins like a row of eval_data")
-            continue
-        place = "heldout" if row.eval_only else split.place_of(row.key)
-        if row.sft_only and place != "heldout":
-            if row.key in shared and place != "texts":
-                account.leave(f"prompt belongs to the share of {place}")
-                continue
-            place = "texts"
-        if reason := _unfit(row, place, labelled=labelled):
-            account.leave(reason)
-            continue
-        times = 1 if place == "heldout" else copies(row.spec.weight, row.content, seed)
-        if times == 0:
-            account.leave(_skipped_by_weight(row))
-            continue
-        dataset.add(place, row.sample, times, runs=place in running)
-    return dataset
 
 
 def _note_files(spec: DataSpec, account: DatasetLedger) -> None:
@@ -326,31 +262,7 @@ def _free_name(name: str, ledger: Ledger) -> str:
     return free
 
 
-def _skipped_by_weight(row: ReadRow) -> str:
-    return f"skipped by the weight {row.spec.weight:g}"
-
-
 def _with_system(sample: Sample, system_prompt: str) -> Sample:
     if not system_prompt or not sample.prompt or any(t.role == "system" for t in sample.prompt):
         return sample
     return replace(sample, prompt=(Message("system", system_prompt), *sample.prompt))
-
-
-def _unfit(row: ReadRow, place: Place, *, labelled: bool) -> str:
-    """Why a row cannot be used in `place`; "" if it can. `labelled`: a stage that runs trains on
-    single answers that are called good or bad."""
-    sample = row.sample
-    if labelled and place == "pairs" and sample.label is not None:
-        return ""
-    if place == "heldout":
-        return ""
-    share = f"in the share of {place}"
-    if sample.text is not None:
-        return "" if place == "texts" else f"plain text, {share}"
-    if place in ("texts", "pairs") and sample.label is False:
-        return f"answer labelled bad (column {row.label_column}), {share}"
-    if place in ("texts", "pairs") and sample.chosen is None:
-        return f"no answer to learn, {share}"
-    if place == "pairs" and sample.rejected is None:
-        return f"no rejected answer, {share}"
-    return ""

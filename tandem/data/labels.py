@@ -1,9 +1,10 @@
-"""Rows that call their only answer good or bad: KTO's `label`, LLaMA-Factory's `kto_tag`."""
+"""What a row says about its answers: KTO's `label` (or LLaMA-Factory's `kto_tag`), a `margin`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import isfinite, nan
 from typing import Any
 
 from tandem.data.excerpt import describe
@@ -46,6 +47,24 @@ def labelled(sample: Sample, row: Mapping[str, Any]) -> Sample:
     if row["label"]:
         return replace(sample, label=True)
     return replace(sample, chosen=None, rejected=sample.chosen, label=False)
+
+
+def margin_of(row: Mapping[str, Any]) -> float:
+    """How much better the chosen answer is, where the row has a column `margin`; else 0.
+
+    Raises:
+        RowProblem: it is no finite number.
+    """
+    margin = row.get("margin")
+    if margin is None or margin == "":
+        return 0.0
+    try:
+        value = float("nan" if isinstance(margin, bool) else margin)
+    except (TypeError, ValueError):
+        value = nan
+    if not isfinite(value):
+        raise RowProblem("margin", describe(margin), "be a finite number")
+    return value
 
 
 def _word(value: Any) -> str:

@@ -11,6 +11,7 @@ from tandem.data.render import Renderer
 from tandem.errors import DataError
 from tandem.text import visible
 from tandem.types import (
+    GradedRow,
     LabelledRow,
     Message,
     PairRow,
@@ -21,14 +22,15 @@ from tandem.types import (
 )
 
 LongRowPolicy = Literal["drop", "truncate", "error"]
-Row = TypeVar("Row", TokenRow, PairRow, RankedRow, LabelledRow, PromptRow)
+Row = TypeVar("Row", TokenRow, PairRow, RankedRow, LabelledRow, GradedRow, PromptRow)
+Answer = TypeVar("Answer", LabelledRow, GradedRow)
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted(Generic[Row]):
     """A row after the length policy.
 
-    row: what to use; None if the row was dropped. outcome: what the ledger counts.
+    row: what to use; None if the row was dropped whole. outcome: what the ledger counts.
     reason: why, the same text for all rows of a kind; "" for a row that was kept.
     """
 
@@ -75,8 +77,8 @@ def fit_pair(pair: PairRow, max_tokens: int, policy: LongRowPolicy) -> Fitted[Pa
     return Fitted(replace(pair, chosen=chosen, rejected=rejected), "truncated", cut[0].reason)
 
 
-def fit_labelled(row: LabelledRow, max_tokens: int, policy: LongRowPolicy) -> Fitted[LabelledRow]:
-    """Hold a labelled answer to `max_tokens`, as `fit` does.
+def fit_answer(row: Answer, max_tokens: int, policy: LongRowPolicy) -> Fitted[Answer]:
+    """Hold a labelled or graded answer to `max_tokens`, as `fit` does.
 
     Raises:
         DataError: it is too long and the policy is "error".
@@ -103,6 +105,31 @@ def fit_ranked(row: RankedRow, max_tokens: int, policy: LongRowPolicy) -> Fitted
     if len({answer.token_ids for answer in kept}) < len(kept):
         return Fitted(None, "dropped", "two answers equal within max_tokens")
     return Fitted(replace(row, sequences=kept), "truncated", cut[0].reason)
+
+
+def fit_graded(row: RankedRow, max_tokens: int, policy: LongRowPolicy) -> Fitted[RankedRow]:
+    """Hold the answers of a ranking made of graded ones to `max_tokens`; those that do not fit are
+    dropped from it, and it is dropped if no two of different grades are left.
+
+    Raises:
+        DataError: an answer is too long and the policy is "error".
+    """
+    fitted = [fit(answer, max_tokens, policy) for answer in row.sequences]
+    places = [place for place, each in enumerate(fitted) if each.row is not None]
+    if len(places) == len(fitted):
+        return fit_ranked(row, max_tokens, policy)
+    reason = next(each.reason for each in fitted if each.row is None)
+    ranks = tuple(row.ranks[place] for place in places)
+    if len(set(ranks)) < 2:
+        return Fitted(None, "dropped", reason)
+    left = replace(
+        row,
+        sequences=tuple(row.sequences[place] for place in places),
+        ranks=ranks,
+        grades=tuple(row.grades[place] for place in places),
+    )
+    whole = fit_ranked(left, max_tokens, policy)
+    return Fitted(whole.row, "dropped", reason if whole.row is not None else whole.reason)
 
 
 def fit_prompt(

@@ -1,12 +1,17 @@
-"""Evenly spaced rows of data sets, for a plan: it needs their number and how long rows are."""
+"""Evenly spaced rows of data sets, for a plan: it needs their number and how long rows are.
+
+Of graded answers evenly spaced blocks of rows are taken: answers to one prompt, which may be
+compared, mostly follow each other.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import TypeVar
 
 from tandem.data.formats import OnBlank
+from tandem.data.grades import grade_columns
 from tandem.data.rows import BadRow, RawRow
 from tandem.data.sources import DataSpec, parse_spec, read_rows
 
@@ -15,6 +20,8 @@ MOST = 6000
 _OF_EMBEDDED = 4
 """Of the built-in data set only the first of so many parts is made: its rows are drawn one by one
 alike, and to make all of them takes longer than the plan."""
+_BLOCK = 16
+"""Rows of a block of graded answers."""
 Row = RawRow | BadRow
 Item = TypeVar("Item")
 Read = Callable[..., Iterator[Row]]
@@ -30,10 +37,17 @@ def sampled(names: Sequence[str], most: int = MOST) -> tuple[Read, int]:
         ConfigError, DataError: as `parse_spec` and `read_rows`.
     """
     found = {spec.path: _thinned(spec, most) for spec in map(parse_spec, names)}
+    blocks = {spec.path: _block(spec, found[spec.path][0]) for spec in map(parse_spec, names)}
     every = max(step for _, step in found.values())
-    while sum(len(kept[:: every // step]) for kept, step in found.values()) > most:
+
+    def kept_at(every: int) -> dict[str, list[Row]]:
+        return {
+            path: _blocks(kept, every // step, blocks[path]) for path, (kept, step) in found.items()
+        }
+
+    while sum(map(len, kept_at(every).values())) > most:
         every *= 2
-    kept_of = {path: kept[:: every // step] for path, (kept, step) in found.items()}
+    kept_of = kept_at(every)
 
     def read(spec: DataSpec, *, on_blank: OnBlank = lambda: None) -> Iterator[Row]:
         yield from kept_of[spec.path]
@@ -47,19 +61,39 @@ def _thinned(spec: DataSpec, most: int) -> tuple[list[Row], int]:
         from tandem.data.embedded.generator import NUM_ROWS
 
         return list(islice(read_rows(spec), NUM_ROWS // _OF_EMBEDDED)), _OF_EMBEDDED
-    return thin(read_rows(spec), most)
+    rows = read_rows(spec)
+    first = list(islice(rows, 1))
+    return thin(chain(first, rows), most, _block(spec, first))
 
 
-def thin(rows: Iterable[Item], most: int) -> tuple[list[Item], int]:
+def _block(spec: DataSpec, rows: Sequence[Row]) -> int:
+    """How many rows in a row are taken: several if the first has a grade."""
+    first = rows[0] if rows else None
+    if not isinstance(first, RawRow):
+        return 1
+    has_grade = "grade" in spec.columns or "grade" in first.columns or grade_columns(first.columns)
+    return _BLOCK if has_grade else 1
+
+
+def thin(rows: Iterable[Item], most: int, block: int = 1) -> tuple[list[Item], int]:
     """Every first, every second, every fourth ... row, so that at most `most` are left; and how
-    many rows each stands for."""
+    many rows each stands for.
+
+    Args:
+        block: take so many in a row, and every n-th such block; at most `most`.
+    """
     kept: list[Item] = []
     every = 1
     for number, row in enumerate(rows):
-        if number % every:
+        if number // block % every:
             continue
         kept.append(row)
         if len(kept) > most:
-            del kept[1::2]
+            kept = _blocks(kept, 2, block)
             every *= 2
     return kept, every
+
+
+def _blocks(rows: Sequence[Item], every: int, block: int) -> list[Item]:
+    """Every n-th block of rows."""
+    return [row for number, row in enumerate(rows) if number // block % every == 0]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import isfinite, nan
 from typing import Any
 
 from tandem.data.aliases import (
@@ -27,7 +26,8 @@ from tandem.data.aliases import (
     with_lists,
 )
 from tandem.data.excerpt import describe, excerpt, names
-from tandem.data.labels import is_labelled, is_verdict, labelled, verdict
+from tandem.data.grades import read_grade
+from tandem.data.labels import is_labelled, is_verdict, labelled, margin_of, verdict
 from tandem.data.rows import RowProblem
 from tandem.data.turns import (
     Turns,
@@ -68,14 +68,15 @@ class Shaped:
     """A sample and how it was read.
 
     shape: the shape's name, with the columns that were found under other names.
-    notes: what is worth counting, each once per row. label_column: where its label is from, or "".
-    unread: the columns of a prompt alone that nothing reads.
+    notes: what is worth counting, each once per row. label_column, grade_column: where its label
+    and its grade are from, or "". unread: the columns of a prompt alone that nothing reads.
     """
 
     sample: Sample
     shape: str
     notes: tuple[str, ...] = ()
     label_column: str = ""
+    grade_column: str = ""
     unread: tuple[str, ...] = ()
 
 
@@ -113,21 +114,24 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
         sample = shape.read(renamed, source)
     except RowProblem as problem:
         raise _in_terms_of_the_row(problem, found | marks) from None
+    graded = read_grade(renamed if "grade" in shape.may else {}, sample, columns)
     where = {**found, **marks, **columns}
     read = joined | {where.get(role, role) for role in shape.needs + shape.may}
-    read -= {"answer", "margin", found.get("completion", "answer")}
+    read -= {"answer", "margin", where.get("grade", "grade"), found.get("completion", "answer")}
     if not is_labelled(renamed):
         read.discard(where.get("label", "label"))
     extra = {name: value for name, value in row.items() if name not in read}
-    if extra:
-        sample = replace(sample, columns=extra)
+    sample = replace(sample, columns=extra, grade=graded.grade)
     alone = shape.read is prompt_only
     left = column_notes(extra) if shape.read is not plain_text else ()
+    if graded.grade is not None and graded.column != "grade":
+        found |= {"grade": graded.column}
     return Shaped(
         sample,
         shape.name + (f" with {_written(found)}" if found else ""),
-        (*_notes(renamed, shape, sample), *left),
+        (*_notes(renamed, shape, sample), *filter(None, [graded.note]), *left),
         where.get("label", "label") if sample.label is not None else "",
+        where.get(graded.column, graded.column),
         tuple(name for name, value in extra.items() if says_something(value)) if alone else (),
     )
 
@@ -169,7 +173,7 @@ def preference(row: Row, source: Source) -> Sample:
         prompt, answer = _last_answer(chosen, "chosen", "prompt")
         return Sample(source, prompt, answer)
     rejected = _dialog(prompt, row["rejected"], "rejected")
-    return _pair(chosen, rejected, source, "prompt", _margin(row))
+    return _pair(chosen, rejected, source, "prompt", margin_of(row))
 
 
 def dialog_preference(row: Row, source: Source) -> Sample:
@@ -187,7 +191,7 @@ def dialog_preference(row: Row, source: Source) -> Sample:
     else:
         dialogs = [turns_of(row[f], f) for f in ("chosen", "rejected")]
     chosen, rejected = (_with_system(dialog, row) for dialog in dialogs)
-    return _pair(chosen, rejected, source, "chosen", _margin(row))
+    return _pair(chosen, rejected, source, "chosen", margin_of(row))
 
 
 def ranking(row: Row, source: Source) -> Sample:
@@ -271,16 +275,19 @@ def prompt_only(row: Row, source: Source) -> Sample:
     return Sample(source, check_prompt(prompt, "prompt"))
 
 
+# What a row may say about its only answer.
+_ANSWER = ("label", "grade")
+
 # The first that fits is used: the most specific columns come first.
 SHAPES = (
     Shape("preference", ("prompt", "chosen"), ("rejected", "system", "margin"), preference),
     Shape("dialog preference", ("chosen", "rejected"), ("system", "margin"), dialog_preference),
-    Shape("completion", ("prompt", "completion"), ("system", "label"), prompt_completion),
-    Shape("messages", ("messages",), ("system", "label"), messages),
-    Shape("sharegpt", ("conversations",), ("system", "label"), sharegpt),
-    Shape("alpaca", ("instruction", "output"), ("input", "system", "history", "label"), alpaca),
+    Shape("completion", ("prompt", "completion"), ("system", *_ANSWER), prompt_completion),
+    Shape("messages", ("messages",), ("system", *_ANSWER), messages),
+    Shape("sharegpt", ("conversations",), ("system", *_ANSWER), sharegpt),
+    Shape("alpaca", ("instruction", "output"), ("input", "system", "history", *_ANSWER), alpaca),
     Shape("text", ("text",), (), plain_text),
-    Shape("question", ("question", "answer"), ("system", "label"), question_answer),
+    Shape("question", ("question", "answer"), ("system", *_ANSWER), question_answer),
     Shape("ranking", ("prompt", "ranking"), ("system",), ranking),
     Shape("ranked answers", ("prompt", "answers", "ranks"), ("system",), ranking),
     Shape("prompt", ("prompt",), ("system",), prompt_only),
@@ -363,24 +370,10 @@ def _conversation(row: Row, field: str, source: Source) -> Sample:
     return labelled(Sample(source, prompt, answer), row)
 
 
-def _margin(row: Row) -> float:
-    """How much better the chosen answer is, where the row has a column `margin`."""
-    margin = row.get("margin")
-    if margin is None or margin == "":
-        return 0.0
-    try:
-        value = float("nan" if isinstance(margin, bool) else margin)
-    except (TypeError, ValueError):
-        value = nan
-    if not isfinite(value):
-        raise RowProblem("margin", describe(margin), "be a finite number")
-    return value
-
-
 def _notes(row: Row, shape: Shape, sample: Sample) -> list[str]:
     """What was skipped in a row that is used, or what else it has."""
     notes = []
-    if "margin" in shape.may and _margin(row):
+    if "margin" in shape.may and margin_of(row):
         notes.append("with a margin, which the reward model's loss reads")
     if "label" in shape.may and row.get("label") is not None and not is_labelled(row):
         notes.append("with a label that is neither true (1) nor false (0), not read as good or bad")

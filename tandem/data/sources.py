@@ -54,7 +54,7 @@ __all__ = [
 
 ROLES = (
     *("prompt", "chosen", "rejected", "completion", "messages", "text", "system"),
-    *("label", "margin", "ranking", "answers", "ranks"),
+    *("label", "grade", "margin", "ranking", "answers", "ranks"),
 )
 """The roles of a column map."""
 

@@ -168,7 +168,10 @@ class StageConsole:
 
 def _speed(stage: str) -> tuple[str, str]:
     metric, unit = _SPEED[stage_of(stage).family]
-    return metric, "answers/s" if stage_of(stage).labelled else unit  # its rows are no pairs
+    if stage_of(stage).labelled:
+        return metric, "answers/s"
+    # A reward model's rows may be rankings, or graded answers.
+    return metric, "rows/s" if stage_of(stage).leaves == "reward model" else unit
 
 
 def _columns(family: Family, heldout: bool) -> dict[str, str]:

@@ -32,11 +32,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("loss", "nats", _BOTH, "lower",
         "Mean loss of the batch before its update: cross-entropy per trained token, or the "
         "preference loss per pair, per ranking (of a reward model, its centering term included) or "
-        "per labelled answer (KTO).", "falls, then levels off; -log sigmoid starts near 0.693, KTO "
-        "near half its weights", chart="Loss", column="loss"),
+        "per labelled answer (KTO); of a graded answer `grade_error`.", "falls, then levels off; "
+        "-log sigmoid starts near 0.693, KTO near half its weights, grades near or above 1",
+        chart="Loss", column="loss"),
     *_and_by_dataset(Metric("heldout_loss", "nats", _BOTH, "lower",
         "`loss` on rows that no stage trains on (a reward model's per pair, without centering and "
-        "margins); `tandem eval` and reports measure the cross-entropy per token of policies.",
+        "margins, or per graded answer where it learns grades by regression); `tandem eval` and "
+        "reports measure the cross-entropy per token of policies.",
         "falls with the loss",
         title="held-out cross-entropy", chart="Loss", column="loss")),
     Metric("perplexity", "ratio", _TEXT, "lower", "exp(loss).", "falls", chart="Perplexity"),
@@ -90,6 +92,25 @@ METRICS: tuple[Metric, ...] = (
         "Expected calibration error on held-out pairs, with sigmoid(margin) as the probability "
         "that the chosen answer is better.", "below 0.1", source="arXiv:1706.04599",
         chart="Calibration error", column="calibration")),
+    Metric("grade_error", "sd of grades squared", _PAIRS, "lower",
+        "Mean squared error of the raw score against the grade, which has mean 0 and standard "
+        "deviation 1 over its data set's trained rows (reward models on grades).",
+        "falls below 1, the error of predicting the mean", source="arXiv:2406.08673",
+        chart="Squared error of grades"),
+    *_and_by_dataset(Metric("heldout_grade_explained", "share", _PAIRS, "higher",
+        "1 - squared error of the scores / squared error of predicting the trained rows' mean, on "
+        "held-out graded answers (reward models that learned grades by regression).",
+        "rises above 0; below 0 the mean is the better guess", title="Held-out grades explained",
+        chart="Held-out grades explained", column="grades", card=True)),
+    *_and_by_dataset(Metric("heldout_grade_correlation", "ratio", _PAIRS, "higher",
+        "Pearson's correlation of score and grade on held-out graded answers.",
+        "rises; 0 is chance, 1 perfect", title="Held-out grades, correlation (Pearson)",
+        chart="Correlation with grades", line="Pearson", card=True)),
+    *_and_by_dataset(Metric("heldout_grade_rank_correlation", "ratio", _PAIRS, "higher",
+        "Spearman's correlation of score and grade on held-out graded answers: Pearson's of their "
+        "ranks, ties at their mean rank.", "rises; 0 is chance, 1 perfect",
+        title="Held-out grades, rank correlation (Spearman)", chart="Correlation with grades",
+        line="Spearman", column="rank corr", card=True)),
     Metric("center_penalty", "reward units squared", _PAIRS, "",
         "Mean of (chosen + rejected)^2 (reward models); reward.center_coef is its weight in the "
         "loss.", "small compared with the squared margin", source="arXiv:2312.09244",
@@ -352,7 +373,8 @@ METRICS: tuple[Metric, ...] = (
             "Tokens per second of a phase, padding excluded: `generate` counts sampled tokens, the "
             "other phases all tokens that they process.", members=PHASES, chart="Speed"),
         Metric("samples_per_second/*", "samples/s", FAMILIES, "higher",
-            "Sequences per second of a phase; pairs in stages on pairs.", members=PHASES),
+            "Sequences per second of a phase; rows (pairs, rankings, answers) in stages on pairs.",
+            members=PHASES),
         Metric("tflops/*", "TFLOP/s", FAMILIES, "higher",
             "Model FLOP/s of a phase over all ranks: its forward and backward passes without "
             "recomputation, the vocabulary head only for the tokens that go through it. `step`: "

@@ -83,6 +83,8 @@ def save_adapter(
         for name in ("score_mean", "score_std"):
             if hasattr(model.config, name):
                 metadata[name] = repr(float(getattr(model.config, name)))
+        if scales := getattr(model.config, "grade_scales", None):
+            metadata["grade_scales"] = json.dumps(scales)
     target, writers = Path(folder), writers or Writers()
     if writers.is_first:
         (target / ADAPTER_WEIGHTS).unlink(missing_ok=True)
@@ -121,6 +123,8 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> list[str]:
     for name in ("score_mean", "score_std"):
         if name in metadata:
             setattr(model.config, name, float(metadata[name]))
+    if "grade_scales" in metadata:
+        model.config.grade_scales = json.loads(metadata["grade_scales"])
     return names
 
 

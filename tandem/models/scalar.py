@@ -3,13 +3,14 @@
 Nothing is added to the class, so saving is save_pretrained and anyone's
 AutoModelForSequenceClassification loads it. Families for which transformers has no such class get
 one built alike (`classifiers`), which only Tandem loads. The mean and sd that normalize the scores
-are attributes of its config, `score_mean` and `score_std`, and so in config.json.
+are attributes of its config, `score_mean` and `score_std`, and so in config.json, as are the
+`grade_scales` of a model that has learned grades.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -166,6 +167,21 @@ def set_normalization(model: PreTrainedModel, mean: float, std: float) -> None:
             f"sd {std}. Scores that are all alike cannot be normalized."
         )
     model.config.score_mean, model.config.score_std = float(mean), float(std)
+
+
+def grade_scales(model: PreTrainedModel) -> dict[str, tuple[float, float]]:
+    """Mean and sd, by data set, of the grades that the model has learned by regression: a raw score
+    s is the grade mean + sd * s. Empty if it has learned none."""
+    found = getattr(model.config, "grade_scales", None) or {}
+    return {str(name): (float(mean), float(std)) for name, (mean, std) in found.items()}
+
+
+def set_grade_scales(model: PreTrainedModel, scales: Mapping[str, tuple[float, float]]) -> None:
+    """Keep them with the model, in its config; none at all removes an earlier model's."""
+    if scales:
+        model.config.grade_scales = {name: list(scale) for name, scale in scales.items()}
+    elif hasattr(model.config, "grade_scales"):
+        del model.config.grade_scales
 
 
 def _require_head(model: PreTrainedModel) -> nn.Linear:

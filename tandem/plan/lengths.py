@@ -14,7 +14,8 @@ from typing import Any
 
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.stages import Stage, in_order
-from tandem.data.dataset import Dataset, load_data, load_text
+from tandem.data.assign import Dataset
+from tandem.data.dataset import load_data, load_text
 from tandem.data.own_template import read_template
 from tandem.data.sampled import sampled
 from tandem.plan.prompt_frame import Count, PromptFrame
@@ -44,7 +45,7 @@ def rows_by_stage(config: RunConfig, model: str) -> dict[str, Rows]:
     read, every = sampled((*config.data, *config.sft_data, *config.eval_data))
     data = load_data(
         config.dataset, config.data, config.sft_data, config.eval_data, seed=config.seed,
-        stages=config.stages, read=read,
+        stages=config.stages, grades=config.reward.grades, read=read,
     )  # fmt: skip
     ptx = 0.0
     if rl_section(config).ptx_data:

@@ -25,6 +25,7 @@ from tandem.rewards.scoring import RewardFunctions
 from tandem.training.calibration import reliability
 from tandem.training.evaluate import (
     answer_metrics,
+    heldout_grade_metrics,
     language_model_metrics,
     metrics_of_margins,
     pair_margins,
@@ -105,11 +106,17 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
     evaluation = {"models": models, "answers": shown_answers, "made_from": made_from}
     if any(value is not None for values in every_score.values() for value in values):
         evaluation["scores"] = every_score
-    reads_pairs = scorer is not None and scorer.renderer.renders_like(rows.reward_renderer)
-    if scorer is not None and rows.heldout_pairs and (reads_pairs or run.reward_module is None):
+    reads_rows = scorer is not None and (
+        scorer.renderer.renders_like(rows.reward_renderer) or run.reward_module is None
+    )
+    if scorer is not None and reads_rows and (rows.heldout_pairs or rows.heldout_graded):
         margins = pair_margins(scorer, rows.heldout_pairs)
-        models["reward model"] = metrics_of_margins(margins, rows.heldout_pairs)
-        evaluation["reliability"] = [asdict(row) for row in reliability(margins)]
+        models["reward model"] = {
+            **metrics_of_margins(margins, rows.heldout_pairs),
+            **heldout_grade_metrics(scorer, rows.heldout_graded),
+        }
+        if rows.heldout_pairs:
+            evaluation["reliability"] = [asdict(row) for row in reliability(margins)]
     if save:
         run.write_json(EVALUATION_FILE, evaluation)
     return evaluation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -17,12 +17,14 @@ from tandem.engine.forward import response_logprobs, scored
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.scoring import RewardScorer
 from tandem.models.modes import evaluating
+from tandem.models.scalar import grade_scales
+from tandem.objectives.grades import Scale, explained, pearson, scale_of, spearman
 from tandem.objectives.masked import masked_sum
 from tandem.parallel.shard import shards_of
 from tandem.rewards.scoring import RewardFunctions
 from tandem.training.calibration import calibration_error
 from tandem.training.experience import ScoredAnswers, score_answers
-from tandem.types import PairRow, PromptRow, Rollout, TokenBatch, TokenRow
+from tandem.types import GradedRow, PairRow, PromptRow, Rollout, TokenBatch, TokenRow
 
 
 def language_model_metrics(
@@ -90,6 +92,64 @@ def _margin_metrics(margins: Tensor, suffix: str) -> dict[str, float]:
         f"heldout_margin{suffix}": float(margins.mean()),
         f"heldout_calibration_error{suffix}": calibration_error(margins),
     }
+
+
+def grade_metrics(
+    scores: Tensor, rows: Sequence[GradedRow], scales: Mapping[str, Scale]
+) -> dict[str, float]:
+    """How a reward model's raw scores (B,) agree with the grades, over all rows and per data set.
+
+    Args:
+        scales: of the grades that it has learned by regression; none if it has learned pairs.
+    Returns:
+        correlations, where scores and grades vary; with `scales` also the share of the grades'
+        variance that the scores explain.
+    """
+    if not rows:
+        return {}
+    names = [row.answer.source.dataset for row in rows]
+    standard, scores = standardized_grades(rows, scales), scores.cpu()
+    metrics = _grade_metrics(scores, standard, bool(scales), "")
+    if len(set(names)) > 1:
+        for name in sorted(set(names)):
+            chosen = torch.tensor([other == name for other in names])
+            metrics |= _grade_metrics(scores[chosen], standard[chosen], bool(scales), f"/{name}")
+    return metrics
+
+
+def heldout_grade_metrics(scorer: RewardScorer, rows: Sequence[GradedRow]) -> dict[str, float]:
+    """`grade_metrics` of a reward model, on the scales that it was saved with."""
+    if not rows:
+        return {}
+    scorer.model.eval()
+    scales = {name: Scale(*scale) for name, scale in grade_scales(scorer.model).items()}
+    return grade_metrics(scorer.raw_rows([row.answer for row in rows]), rows, scales)
+
+
+def standardized_grades(rows: Sequence[GradedRow], scales: Mapping[str, Scale]) -> Tensor:
+    """(B,) float32: grades on the scale of their data set, or on the only one that there is. Those
+    of another data set are put on their own: data sets are never compared in raw grades."""
+    names = [row.answer.source.dataset for row in rows]
+    grades = torch.tensor([row.grade for row in rows], dtype=torch.float64)
+    standard = torch.zeros(len(rows))
+    only = next(iter(scales.values())) if len(scales) == 1 else None
+    for name in dict.fromkeys(names):
+        chosen = torch.tensor([other == name for other in names])
+        scale = scales.get(name, only) or scale_of(grades[chosen])
+        if scale is not None:
+            standard[chosen] = scale.standardized(grades[chosen])
+    return standard
+
+
+def _grade_metrics(
+    scores: Tensor, standard: Tensor, is_regression: bool, suffix: str
+) -> dict[str, float]:
+    found = {
+        "heldout_grade_correlation": pearson(scores, standard),
+        "heldout_grade_rank_correlation": spearman(scores, standard),
+        "heldout_grade_explained": explained(scores, standard) if is_regression else None,
+    }
+    return {f"{name}{suffix}": value for name, value in found.items() if value is not None}
 
 
 def answer_metrics(rollout: Rollout, answers: ScoredAnswers) -> dict[str, float]:

@@ -288,7 +288,8 @@ def _loading(role: str, *, is_adapter: bool) -> str:
     if role == "reward model" and not is_adapter:
         how += (
             " Where `config.json` has `score_mean` and `score_std`, Tandem takes "
-            "(logit - score_mean) / score_std as the score."
+            "(logit - score_mean) / score_std as the score. Where it has `grade_scales`, mean + sd "
+            "* logit is a grade of that data set."
         )
     return how
 

@@ -1,78 +1,63 @@
-"""Step 2: the reward model, Bradley-Terry on the score at the last real token (its EOS included).
+"""Step 2: the reward model, a score at an answer's last real token (its EOS included).
 
-It learns from pairs, and from rankings of several answers: all pairs of a ranking are in one
-micro-batch, count as one row together, and each answer goes through the model once (InstructGPT,
-arXiv:2203.02155 section 3.5). A row's margin is taken off the difference (Llama 2).
-
-Afterwards its scores are given a scale: mean 0 and sd 1 on the SFT policy's own answers, so that
-PPO's knobs (KL coefficient, clips) mean the same for every reward model.
+It learns pairs and rankings by Bradley-Terry, and grades of single answers by squared error (see
+`reward_objective`). Afterwards its scores are given a scale: mean 0 and sd 1 on the SFT policy's
+own answers, so that PPO's knobs (KL coefficient, clips) mean the same for every reward model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-from torch import Tensor
 from torch.nn.functional import softplus
 
-from tandem.engine.forward import sequence_scores
 from tandem.engine.scoring import RewardScorer
 from tandem.errors import ModelError
 from tandem.models.load import check_vocabulary
-from tandem.models.scalar import set_normalization
-from tandem.objectives.losses import pairwise_loss
+from tandem.models.scalar import set_grade_scales, set_normalization
+from tandem.objectives.grades import Scale
+from tandem.text import counted, visible
 from tandem.training.compare import answer
-from tandem.training.evaluate import metrics_of_margins, pair_margins
+from tandem.training.evaluate import (
+    grade_metrics,
+    metrics_of_margins,
+    pair_margins,
+    standardized_grades,
+)
+from tandem.training.reward_objective import objective_of, scales_of
 from tandem.training.run_folder import Run
 from tandem.training.saving import save_anywhere, with_template
-from tandem.training.stage_data import Comparison, StepRows
+from tandem.training.stage_data import StepRows
 from tandem.training.stage_loop import StageJob
-from tandem.training.supervised import Objective, SupervisedTrainer
-from tandem.types import TokenBatch
+from tandem.training.supervised import SupervisedTrainer
+from tandem.types import GradedRow, RankedRow
 
 
 def prepare(run: Run, rows: StepRows) -> StageJob:
     """Step 2, ready to run; it leaves `RUN/reward`, which AutoModelForSequenceClassification
-    opens."""
-    config, device = run.config, run.device
+    opens.
+
+    Raises:
+        DataError: grades that are to be learned by regression are all the same.
+    """
+    config = run.config
+    scales = scales_of(rows.pairs)
+    for line in grade_lines(rows, scales):
+        run.print_line(f"reward: {line}")
+    if scales and config.reward.grade_margin:
+        run.print_line("reward: grade_margin is not read, since no graded answers are compared")
     source = config.reward_model or run.policy_source("reward")
     model = run.placement.scalar(source, trained=True)
     check_vocabulary(model, rows.reward_tokenizer)
     set_normalization(model, 0.0, 1.0)  # an earlier reward model's are not this one's
+    set_grade_scales(model, {name: (scale.mean, scale.std) for name, scale in scales.items()})
     scorer = RewardScorer(model, rows.reward_renderer, max_tokens=config.micro_batch_tokens)
 
-    def loss(part: Sequence[Comparison]) -> tuple[Tensor, dict[str, Tensor]]:
-        batch, compared = side_by_side(part, rows.reward_renderer.pad_token_id)
-        scores = sequence_scores(model, batch.to(device))
-        compared = compared.to(device)
-        chosen, rejected = scores[compared.better], scores[compared.worse]
-        result = pairwise_loss(
-            chosen,
-            rejected,
-            center_coef=config.reward.center_coef,
-            margins=compared.margins,
-            weights=compared.weights,
-        )
-        return result.loss, {
-            "accuracy": result.accuracy,
-            "margin": result.margin,
-            "center_penalty": result.center_penalty,
-            "score_chosen": (compared.weights * chosen).sum(),
-            "score_rejected": (compared.weights * rejected).sum(),
-        }
-
     def evaluate() -> dict[str, float]:
-        pairs = rows.heldout_pairs
-        margins = pair_margins(scorer, pairs)
-        loss = {"heldout_loss": float(softplus(-margins).mean())} if pairs else {}
-        return {**loss, **metrics_of_margins(margins, pairs)}
+        return evaluated(scorer, rows, scales)
 
-    objective: Objective[Comparison] = Objective(
-        ends=True, units=lambda row: 1, sequences=lambda row: row.sequences, loss=loss
-    )
+    objective = objective_of(run, rows, model, scales)
     trainer = SupervisedTrainer(
         run, "reward", model, config.reward, rows.pairs, objective, evaluate
     )
@@ -89,45 +74,51 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     return trainer.job(save, complete)
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """The pairs among the answers of a batch.
+def evaluated(
+    scorer: RewardScorer, rows: StepRows, scales: Mapping[str, Scale]
+) -> dict[str, float]:
+    """The model on held-out rows: on pairs, those of graded answers among them, and on grades.
 
-    better, worse: (P,) int64 rows of the batch. margins: (P,) reward-model units. weights: (P,)
-    1 / pairs of the row that each comes from, so that a ranking counts as one row however long.
+    The loss is of the graded answers where grades are learned by regression, else of the pairs.
     """
+    pairs, graded = rows.heldout_pairs, rows.heldout_graded
+    margins = pair_margins(scorer, pairs)
+    found = metrics_of_margins(margins, pairs)
+    if graded:
+        scorer.model.eval()
+        scores = scorer.raw_rows([row.answer for row in graded]).cpu()
+        found |= grade_metrics(scores, graded, scales)
+    if scales and graded:
+        errors = scores - standardized_grades(graded, scales)
+        return {"heldout_loss": float(errors.square().mean()), **found}
+    return {"heldout_loss": float(softplus(-margins).mean()), **found} if pairs else found
 
-    better: Tensor
-    worse: Tensor
-    margins: Tensor
-    weights: Tensor
 
-    def to(self, device: torch.device) -> Compared:
-        """The same on `device`."""
-        return Compared(
-            self.better.to(device),
-            self.worse.to(device),
-            self.margins.to(device),
-            self.weights.to(device),
+def grade_lines(rows: StepRows, scales: Mapping[str, Scale]) -> list[str]:
+    """How graded answers are learned, and on which scale; nothing without any."""
+    graded = sum(isinstance(row, GradedRow) for row in rows.pairs)
+    ranked = [row for row in rows.pairs if isinstance(row, RankedRow) and row.grades]
+    others = len(rows.pairs) - graded - len(ranked)
+    beside = f", beside {counted(others, 'row')} of pairs and rankings" if others else ""
+    if ranked:
+        answers = sum(len(row.sequences) for row in ranked)
+        pairs = sum(len(row.pairs) for row in ranked)
+        line = (
+            f"learns {counted(answers, 'graded answer')} as {counted(pairs, 'pair')} of one "
+            f"prompt's answers{beside} (--reward.grades regression learns the grades themselves)"
         )
-
-
-def side_by_side(rows: Sequence[Comparison], pad_token_id: int) -> tuple[TokenBatch, Compared]:
-    """The answers of some rows as one batch, each once, and the pairs among them.
-
-    The batch has the first answers of all rows, then the second ones, and so on.
-    """
-    most = max(len(row.sequences) for row in rows)
-    places = [(k, i) for k in range(most) for i, row in enumerate(rows) if k < len(row.sequences)]
-    place = {where: number for number, where in enumerate(places)}
-    batch = TokenBatch.from_rows([rows[i].sequences[k] for k, i in places], pad_token_id)
-    pairs = [(row, i, pair) for i, row in enumerate(rows) for pair in row.pairs]
-    return batch, Compared(
-        better=torch.tensor([place[better, i] for _, i, (better, _) in pairs]),
-        worse=torch.tensor([place[worse, i] for _, i, (_, worse) in pairs]),
-        margins=torch.tensor([row.margin for row, _, _ in pairs]),
-        weights=torch.tensor([1 / len(row.pairs) for row, _, _ in pairs]),
+        return [line]
+    if not graded:
+        return []
+    line = (
+        f"learns {counted(graded, 'grade')} by regression{beside} (--reward.grades pairs compares "
+        "one prompt's answers instead)"
     )
+    of_scales = (
+        f"a raw score s means the grade {scale.mean:.4g} + {scale.std:.4g} s of {visible(name)}"
+        for name, scale in scales.items()
+    )
+    return [line, *of_scales]
 
 
 def has_policy(run: Run) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.data.length import fit, fit_labelled, fit_pair, fit_prompt, fit_ranked
+from tandem.data.length import fit, fit_answer, fit_graded, fit_pair, fit_prompt, fit_ranked
 from tandem.data.render import Renderer
 from tandem.errors import DataError
 from tandem.types import (
@@ -131,13 +131,13 @@ def test_the_error_policy_stops() -> None:
 
 def test_a_labelled_answer_is_held_to_the_limit_like_any() -> None:
     row = LabelledRow(row_of("00111"), False)
-    assert fit_labelled(row, 5, "drop").row is not None
-    cut = fit_labelled(row, 4, "truncate").row
+    assert fit_answer(row, 5, "drop").row is not None
+    cut = fit_answer(row, 4, "truncate").row
     assert cut is not None
     assert (len(cut), cut.is_desirable) == (4, False)
-    assert fit_labelled(row, 4, "drop").row is None
+    assert fit_answer(row, 4, "drop").row is None
     with pytest.raises(DataError, match="a sequence must have at most 4 tokens"):
-        fit_labelled(row, 4, "error")
+        fit_answer(row, 4, "error")
 
 
 def test_a_ranking_is_dropped_whole_or_keeps_every_answer() -> None:
@@ -152,6 +152,23 @@ def test_a_ranking_is_dropped_whole_or_keeps_every_answer() -> None:
     cut = fit_ranked(other, 4, "truncate")
     assert cut.row is not None
     assert (cut.outcome, [len(a) for a in cut.row.sequences]) == ("truncated", [4, 4, 3])
+
+
+def test_a_ranking_of_graded_answers_loses_the_long_ones_alone() -> None:
+    answers = (row_of("0011"), row_of("00111"), row_of("001", 7))
+    ranking = RankedRow(answers, (1, 1, 2), grades=(4.0, 4.0, 1.0))
+    assert fit_graded(ranking, 5, "drop").row is ranking
+    fitted = fit_graded(ranking, 4, "drop")
+    assert (fitted.outcome, fitted.reason) == ("dropped", "longer than max_tokens")
+    assert fitted.row == RankedRow((answers[0], answers[2]), (1, 2), grades=(4.0, 1.0))
+    # Nothing is left to compare, and truncation makes equal what was not.
+    assert fit_graded(ranking, 3, "drop").row is None
+    assert fit_graded(RankedRow(answers, (1, 2, 1), grades=(2, 1, 2)), 4, "drop").row is None
+    equal = fit_graded(ranking, 4, "truncate")
+    assert (equal.row, equal.reason) == (None, "two answers equal within max_tokens")
+    none = RankedRow((*answers, row_of("00001")), (1, 2, 3, 4), grades=(4, 3, 2, 1))
+    both = fit_graded(none, 4, "truncate")
+    assert (both.row, both.reason) == (None, "two answers equal within max_tokens")
 
 
 def test_a_pair_keeps_its_margin_where_it_is_cut() -> None:

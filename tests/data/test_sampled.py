@@ -71,3 +71,23 @@ def test_a_plans_rows_are_those_of_all_the_data(
         assert part.count == pytest.approx(rows.count, rel=0.1)
         assert part.tokens == pytest.approx(rows.tokens, rel=0.1)
         assert part.longest == pytest.approx(rows.longest, rel=0.05)
+
+
+def test_graded_answers_are_thinned_in_blocks_so_that_those_to_a_prompt_stay_together(
+    tmp_path: Path,
+) -> None:
+    for num in (0, 5, 33, 100, 101):
+        kept, every = thin(range(num), 20, block=4)
+        assert kept == [n for n in range(num) if n // 4 % every == 0]
+        assert len(kept) <= 20
+    path = tmp_path / "graded.jsonl"
+    rows = (
+        {"prompt": f"Question {n // 4}?", "completion": f"{n}", "score": n % 4} for n in range(8000)
+    )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    config = build_config(
+        {"stages": ["reward"], "dataset": {"heldout": 0.0}, "data": [str(path)]}, where=""
+    )
+    found = rows_by_stage(config, "")["reward"]  # more rows than are read for a plan
+    assert found.count == 2000
+    assert found.sequences == 4

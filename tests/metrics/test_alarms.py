@@ -38,6 +38,7 @@ SINGLE = {
     "critic-grad-spike": ("ppo", "critic_grad_norm", [1.0] * 15 + [11.0], [1.0] * 9 + [90.0]),
     "forgetting": ("ppo", "heldout_ptx_perplexity", [30.0, 31.0, 36.1], [30.0, 35.9]),
     "accuracy-chance": ("dpo", "accuracy", [0.4] * 51, [0.6] * 60),
+    "grades-unexplained": ("reward", "heldout_grade_explained", [-0.1] * 11, [-0.1] * 10),
     "heldout-accuracy-chance": ("reward", "heldout_accuracy", [0.5] * 11, [0.5] * 10),
 }
 OTHERS = {"not-finite", "accuracy-overfit", "length-limit", "reward-overfit"}

@@ -28,7 +28,7 @@ from tandem.training.calibration import calibration_error, reliability
 from tandem.training.experience import ScoredAnswers
 from tandem.training.kto import imbalance, mismatched
 from tandem.training.reference import ReferencedPolicy
-from tandem.training.reward_model import side_by_side
+from tandem.training.reward_objective import side_by_side
 from tandem.types import LabelledRow, PairRow, RankedRow, Rollout, Source, TokenRow
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config, tiny_llama

@@ -1,0 +1,252 @@
+"""Samples rendered to the rows that each stage trains on and is evaluated on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from tandem.config.schema import RunConfig
+from tandem.data.grades import answer_of
+from tandem.data.ledger import Ledger
+from tandem.data.length import Fitted, fit, fit_answer, fit_graded, fit_pair, fit_prompt, fit_ranked
+from tandem.data.render import Renderer
+from tandem.data.side_by_side import RendersRows, side_by_side
+from tandem.errors import DataError
+from tandem.types import (
+    GradedRow,
+    LabelledRow,
+    PairRow,
+    PromptRow,
+    RankedRow,
+    Sample,
+    TokenRow,
+)
+
+Row = TypeVar("Row", TokenRow, PairRow, RankedRow, LabelledRow, GradedRow, PromptRow)
+Judged = PairRow | RankedRow | GradedRow
+"""What a reward model learns from: a pair, a ranking of several answers, an answer's grade."""
+
+
+def _answers(renderer: RendersRows, sample: Sample, answers: Sequence[str]) -> tuple[TokenRow, ...]:
+    """Answers to a sample's prompt, their masks on the answer alone."""
+    return tuple(
+        renderer.conversation(sample.prompt, answer, sample.source, True) for answer in answers
+    )
+
+
+@dataclass(frozen=True)
+class _Form(Generic[Row]):
+    """What a sample becomes: how it is rendered, and made to fit its stage."""
+
+    render: Callable[[Sample, RendersRows], Row]
+    fit: Callable[[Row], Fitted[Row]]
+
+
+_Work = tuple[Sample, _Form[Any]]
+
+
+def _render(work: _Work, renderer: RendersRows) -> Any:
+    sample, form = work
+    return form.render(sample, renderer)
+
+
+class Rendering:
+    """Renders samples. Those that do not fit are entered in the ledger under their use; without a
+    use (held-out rows) they are only noted, since another metric may have room for them. `room` is
+    the most tokens of a row that the evaluated model can take."""
+
+    def __init__(self, config: RunConfig, ledger: Ledger) -> None:
+        self.config = config
+        self.dataset = config.dataset
+        self.ledger = ledger
+
+    def texts(
+        self,
+        samples: Sequence[Sample],
+        renderer: Renderer,
+        use: str | None,
+        room: int | None = None,
+    ) -> list[TokenRow]:
+        """Whole conversations and documents, with the loss on what `sft.loss_on` says."""
+
+        def render(sample: Sample, renderer: RendersRows) -> TokenRow:
+            if sample.text is not None:
+                return renderer.document(sample.text, sample.source)
+            row = renderer.conversation(sample.prompt, sample.chosen or "", sample.source)
+            if self.config.sft.loss_on != "all":
+                return row
+            every = row
+            if not all(turn.learned for turn in sample.prompt):
+                turns = [replace(turn, learned=True) for turn in sample.prompt]
+                every = renderer.conversation(turns, sample.chosen or "", sample.source)
+            masks = zip(every.response_mask[1:], row.response_mask[1:], strict=True)
+            mask = [learned or not answer for answer, learned in masks]
+            return replace(row, response_mask=(False, *mask))
+
+        def shorten(row: TokenRow) -> Fitted[TokenRow]:
+            return fit(row, self.dataset.max_tokens, self.dataset.on_long_row)
+
+        form = _Form(render, shorten)
+        work = [(s, form) for s in samples if s.text is not None or s.chosen is not None]
+        return self._rows(work, renderer, use, room)
+
+    def pairs(
+        self,
+        samples: Sequence[Sample],
+        renderer: Renderer,
+        use: str | None,
+        room: int | None = None,
+    ) -> list[PairRow]:
+        """Preferred and rejected answers, with the mask on the last answer only."""
+        form = self._pair()
+        return self._rows([(s, form) for s in samples if _is_pair(s)], renderer, use, room)
+
+    def judged(self, samples: Sequence[Sample], renderer: Renderer) -> list[Judged]:
+        """Pairs, rankings whole, and single graded answers, in the samples' order; to train on."""
+
+        def render(sample: Sample, renderer: RendersRows) -> RankedRow:
+            answers = _answers(renderer, sample, [answer for _, answer in sample.ranking])
+            if sample.rows:
+                own = zip(answers, sample.rows, strict=True)
+                answers = tuple(replace(answer, source=rows[0]) for answer, rows in own)
+            ranks = tuple(rank for rank, _ in sample.ranking)
+            return RankedRow(answers, ranks, grades=sample.grades)
+
+        def shorten(row: RankedRow) -> Fitted[RankedRow]:
+            fits = fit_graded if row.grades else fit_ranked
+            return fits(row, self.dataset.max_tokens, self.dataset.on_long_row)
+
+        ranking, pair, grade = _Form(render, shorten), self._pair(), self._grade()
+        work: list[_Work] = []
+        for sample in samples:
+            if sample.grades or len(sample.ranking) > 2:
+                work.append((sample, ranking))
+            elif _is_pair(sample):
+                work.append((sample, pair))
+            elif sample.grade is not None:
+                work.append((sample, grade))
+        return self._rows(work, renderer, "pairs", None)
+
+    def graded(
+        self, samples: Sequence[Sample], renderer: Renderer, room: int | None
+    ) -> list[GradedRow]:
+        """Single answers with their grades; to evaluate on."""
+        form = self._grade()
+        work = [(s, form) for s in samples if s.grade is not None]
+        return self._rows(work, renderer, None, room)
+
+    def labelled(
+        self,
+        samples: Sequence[Sample],
+        renderer: Renderer,
+        use: str | None,
+        room: int | None = None,
+    ) -> list[LabelledRow]:
+        """Answers that are called good or bad, and pairs as one of each."""
+
+        def render(sample: Sample, renderer: RendersRows) -> LabelledRow:
+            answer = sample.chosen if sample.label else sample.rejected
+            return LabelledRow(_answers(renderer, sample, [answer or ""])[0], bool(sample.label))
+
+        def shorten(row: LabelledRow) -> Fitted[LabelledRow]:
+            return fit_answer(row, self.dataset.max_tokens, self.dataset.on_long_row)
+
+        label, pair = _Form(render, shorten), self._pair()
+        work: list[_Work] = []
+        for sample in samples:
+            if sample.label is not None:
+                work.append((sample, label))
+            if _is_pair(sample):
+                work.append((sample, pair))
+        found: list[LabelledRow] = []
+        for row in self._rows(work, renderer, use, room):
+            if isinstance(row, PairRow):
+                found += [LabelledRow(row.chosen, True), LabelledRow(row.rejected, False)]
+            else:
+                found.append(row)
+        return found
+
+    def prompts(
+        self,
+        samples: Sequence[Sample],
+        renderer: Renderer,
+        use: str | None,
+        room: int | None = None,
+    ) -> list[PromptRow]:
+        """Prompts to answer."""
+
+        def render(sample: Sample, renderer: RendersRows) -> PromptRow:
+            return renderer.prompt(sample.prompt, sample.columns, sample.source)
+
+        def shorten(row: PromptRow) -> Fitted[PromptRow]:
+            return fit_prompt(
+                row, self.dataset.max_prompt_tokens, self.dataset.on_long_row, renderer
+            )
+
+        form = _Form(render, shorten)
+        return self._rows([(s, form) for s in samples if s.prompt], renderer, use, room)
+
+    def _grade(self) -> _Form[GradedRow]:
+        def render(sample: Sample, renderer: RendersRows) -> GradedRow:
+            assert sample.grade is not None
+            return GradedRow(_answers(renderer, sample, [answer_of(sample) or ""])[0], sample.grade)
+
+        def shorten(row: GradedRow) -> Fitted[GradedRow]:
+            return fit_answer(row, self.dataset.max_tokens, self.dataset.on_long_row)
+
+        return _Form(render, shorten)
+
+    def _pair(self) -> _Form[PairRow]:
+        def render(sample: Sample, renderer: RendersRows) -> PairRow:
+            chosen, rejected = _answers(
+                renderer, sample, [sample.chosen or "", sample.rejected or ""]
+            )
+            return PairRow(chosen, rejected, sample.margin)
+
+        def shorten(pair: PairRow) -> Fitted[PairRow]:
+            return fit_pair(pair, self.dataset.max_tokens, self.dataset.on_long_row)
+
+        return _Form(render, shorten)
+
+    def _rows(
+        self, work: Sequence[_Work], renderer: Renderer, use: str | None, room: int | None
+    ) -> list[Any]:
+        rows = []
+        with side_by_side(renderer, work, _render) as renderers:
+            for (sample, form), its_renderer in zip(work, renderers, strict=True):
+                fitted: Fitted[Any]
+                try:
+                    rendered = form.render(sample, its_renderer)
+                except DataError:
+                    # A row that tokenizer or template reject is a bad row like any other.
+                    if self.dataset.on_bad_row == "error":
+                        raise
+                    reason = "the tokenizer or its template cannot take it"
+                    fitted = Fitted(None, "dropped", reason)
+                else:
+                    fitted = form.fit(rendered)
+                    if fitted.row is not None and room is not None and len(fitted.row) > room:
+                        fitted = Fitted(None, "dropped", "longer than the model's positions")
+                self._note(sample, use, fitted)
+                if fitted.row is not None:
+                    rows.append(fitted.row)
+        return rows
+
+    def _note(self, sample: Sample, use: str | None, fitted: Fitted[Any]) -> None:
+        if fitted.outcome == "kept":
+            return
+        sources = sample.sources
+        if sample.rows and isinstance(fitted.row, RankedRow) and fitted.outcome == "dropped":
+            kept = {answer.source for answer in fitted.row.sequences}
+            sources = tuple(s for rows in sample.rows if rows[0] not in kept for s in rows)
+        for source in sources:
+            if use is not None and fitted.outcome == "dropped":
+                self.ledger.drop(source, use, fitted.reason)
+            else:
+                note = f"{fitted.reason} ({use or 'measuring'})"
+                self.ledger.datasets[source.dataset].notes[note] += 1
+
+
+def _is_pair(sample: Sample) -> bool:
+    return sample.chosen is not None and sample.rejected is not None
