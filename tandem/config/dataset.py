@@ -28,9 +28,10 @@ class DataConfig:
     completion, messages, text, system, label, grade, margin, ranking, answers, ranks). A map after
     a data set's name, as in `file.jsonl::prompt=question,completion=answer`, applies to that set
     only."""
-    min_grade: str = knob("mean")
+    min_grade: str = knob("auto")
     """Lowest grade of a graded answer that SFT and mixture training imitate: a number, `mean` (that
-    of the data set's grades) or `none` (any). Others are counted as unused there."""
+    of the data set's grades) or `none` (any). Others are counted as unused there. auto: mean in a
+    run that trains a reward model, else none."""
     on_bad_row: Literal["error", "drop"] = knob("error", common=True)
     """A row that cannot be used: stop with its file and line, or drop it and count it by reason."""
     max_tokens: int = knob(512, ge=8, common=("train", *SUPERVISED))
@@ -52,14 +53,15 @@ class DataConfig:
         """The template in place of the tokenizers' own; "" for theirs."""
         return "" if self.chat_template == TOKENIZERS_OWN else self.chat_template
 
-    @property
-    def lowest_imitated(self) -> float | None:
+    def lowest_imitated(self, *, scores: bool) -> float | None:
         """`min_grade` as a number; None: the mean of each data set.
 
+        Args:
+            scores: whether the run trains a reward model.
         Raises:
             ConfigError: it is neither a number nor one of the words.
         """
-        words = {"mean": None, "none": -inf}
+        words = {"mean": None, "none": -inf, "auto": None if scores else -inf}
         if self.min_grade in words:
             return words[self.min_grade]
         try:
@@ -68,8 +70,8 @@ class DataConfig:
             value = nan
         if not isfinite(value):
             raise ConfigError(
-                f"dataset.min_grade must be a number, mean or none; got {self.min_grade!r}. Write "
-                "for example 4."
+                "dataset.min_grade must be a number, mean, none or auto; got "
+                f"{self.min_grade!r}. Write for example 4."
             )
         return value
 

@@ -76,10 +76,24 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
             "sampling.min_new_tokens must be at most sampling.max_new_tokens "
             f"({config.sampling.max_new_tokens}); got {config.sampling.min_new_tokens}"
         )
+    yield from _reward_problems(config)
+    yield from preference_problems(config.dpo)
+    yield from _selection_problems(config)
+    yield from _answers_problems(config)
+    yield from _unread_by_stages(config)
+
+
+def _reward_problems(config: RunConfig) -> Iterator[str]:
+    """Rules for what rewards, and for the stage that trains it."""
     if config.scoring.combine == "group" and config.sampling.samples_per_prompt < 2:
         yield (
             "sampling.samples_per_prompt must be above 1 where scoring.combine is group (rewards "
             "are normalized among the answers to one prompt); got 1"
+        )
+    if config.reward.grade_margin > 0 and config.reward.grades == "regression":
+        yield (
+            "reward.grade_margin must be 0 with reward.grades regression, which compares no graded "
+            f"answers; got {config.reward.grade_margin:g}. Remove it, or set reward.grades pairs"
         )
     try:
         further = weighted_models(config.scoring.reward_models)
@@ -92,15 +106,6 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
                 f"reward_model_weight is 0: they count beside a reward model; got "
                 f"{further[0].source}"
             )
-    yield from preference_problems(config.dpo)
-    if config.reward.grade_margin > 0 and config.reward.grades == "regression":
-        yield (
-            "reward.grade_margin must be 0 with reward.grades regression, which compares no graded "
-            f"answers; got {config.reward.grade_margin:g}. Remove it, or set reward.grades pairs"
-        )
-    yield from _selection_problems(config)
-    yield from _answers_problems(config)
-    yield from _unread_by_stages(config)
 
 
 def has_reference(config: RunConfig, stage: Stage) -> bool:
@@ -144,7 +149,7 @@ def _data_problems(config: RunConfig) -> Iterator[str]:
     elif split and sum(split) <= 0:
         yield "dataset.split must have a share above 0; got 0,0,0. Use e.g. 2,4,4"
     try:
-        _ = config.dataset.lowest_imitated
+        config.dataset.lowest_imitated(scores=False)
     except ConfigError as error:
         yield str(error).rstrip(".")
     share = config.dataset.heldout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Literal
 
 from tandem.config.stages import in_order, leaving
@@ -18,7 +19,7 @@ from tandem.data.grades import (
     rank,
     with_grade,
 )
-from tandem.data.ledger import Ledger
+from tandem.data.ledger import DatasetLedger, Ledger
 from tandem.data.sources import DataSpec
 from tandem.data.split import SHARES, Place, Split, copies, first_of, share_of
 from tandem.types import Sample
@@ -127,6 +128,8 @@ def assign(
                 account.leave(skipped_by_weight(row))
             continue
         dataset.add(place, sample, times, runs=place in running)
+        if place == "texts" and place in running:
+            note_imitated(row, bounds, account)
     if mode == "pairs":
         _note_ranked(made, ledger)
     return dataset
@@ -185,6 +188,15 @@ def skipped_by_weight(row: ReadRow) -> str:
 def graded_below(row: ReadRow, bound: str) -> str:
     """Why a graded answer is not imitated, which needs a grade of `bound`."""
     return f"answer graded below {bound} (column {row.grade_column})"
+
+
+def note_imitated(
+    row: ReadRow, bounds: Mapping[str, tuple[float, bool]], account: DatasetLedger
+) -> None:
+    """Note a graded answer that is imitated although nobody asked how it was graded."""
+    bound, _ = bounds.get(row.spec.name, (-inf, False))
+    if row.sample.grade is not None and row.sample.label is None and bound == -inf:
+        account.notes[f"imitated whatever its grade (column {row.grade_column})"] += 1
 
 
 def _unfit(

@@ -75,7 +75,7 @@ def check(
     read = read_all(
         replace(config, on_bad_row="drop"), data, sft_data, ledger, eval_data=eval_data, seed=seed
     )
-    lowest = config.lowest_imitated
+    lowest = config.lowest_imitated(scores=bool(leaving(stages, "reward model")))
     found = assign(read, split, ledger, seed=seed, stages=stages, grades=grades, lowest=lowest)
     if renderer is not None:
         _note_rendering([row.sample for row in read], renderer, ledger)

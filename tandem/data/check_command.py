@@ -79,9 +79,9 @@ def _data_parser() -> Parser:
     parser.flag("--eval-data DATA ...", "Data sets to evaluate on only.", [], shown="none")
     parser.flag("--columns A=B ...", columns, [], shown="none")
     parser.flag("--system-prompt TEXT", "For conversations without a system turn.", shown="none")
-    lowest = "Lowest grade that SFT imitates: a number, mean or none."
+    lowest = "Lowest grade that SFT imitates: a number, mean, none or auto."
     parser.flag("--grades HOW", "How the reward model learns grades: pairs, regression.", "auto")
-    parser.flag("--min-grade X", lowest, "mean")
+    parser.flag("--min-grade X", lowest, "auto")
     parser.section("split")
     parser.flag("--stages NAME ...", "Stages of the run.", list(DEFAULT))
     parser.flag("--data-split X ...", split, [], shown="2,4,4 among the run's stages")

@@ -7,13 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tandem.config.dataset import DataConfig
-from tandem.config.stages import DEFAULT
-from tandem.data.assign import Dataset, ReadRow, assign, graded_below, skipped_by_weight
-from tandem.data.grades import (
-    Mode,
-    below,
-    lowest_imitated,
+from tandem.config.stages import DEFAULT, leaving
+from tandem.data.assign import (
+    Dataset,
+    ReadRow,
+    assign,
+    graded_below,
+    note_imitated,
+    skipped_by_weight,
 )
+from tandem.data.grades import Mode, below, lowest_imitated
 from tandem.data.ledger import DatasetLedger, Ledger
 from tandem.data.rows import BadRow, RowProblem
 from tandem.data.sampled import Read
@@ -85,7 +88,7 @@ def load_data(
     split = Split(config.split or shares_among(stages), 0.0 if eval_data else config.heldout)
     ledger = Ledger()
     found = read_all(config, data, sft_data, ledger, eval_data=eval_data, seed=seed, read=read)
-    lowest = config.lowest_imitated
+    lowest = config.lowest_imitated(scores=bool(leaving(stages, "reward model")))
     return assign(found, split, ledger, seed=seed, stages=stages, grades=grades, lowest=lowest)
 
 
@@ -94,12 +97,16 @@ def load_text(
     config: DataConfig,
     *,
     seed: int,
+    scores: bool = False,
     ledger: Ledger | None = None,
     read: Read = read_rows,
 ) -> TextData:
     """Read text or SFT rows for mixture training; rows are held out as in `load_data`.
 
     All others are trained on: these rows have no other stage. `ledger` counts them under `ptx`.
+
+    Args:
+        scores: whether the run trains a reward model.
 
     Raises:
         ConfigError, DataError: as `load_data`.
@@ -108,7 +115,7 @@ def load_text(
     ledger = ledger if ledger is not None else Ledger()
     text = TextData([], [], ledger)
     rows = read_all(config, specs, (), ledger, seed=seed, read=read)
-    lowest = lowest_imitated((row.sample for row in rows), config.lowest_imitated)
+    lowest = lowest_imitated((row.sample for row in rows), config.lowest_imitated(scores=scores))
     for row in rows:
         account = ledger.datasets[row.spec.name]
         if row.sample.label is False:
@@ -123,6 +130,7 @@ def load_text(
         elif times := copies(row.spec.weight, row.content, seed):
             text.train.extend([row.sample] * times)
             account.use("ptx", times)
+            note_imitated(row, lowest, account)
         else:
             account.leave(skipped_by_weight(row))
     return text

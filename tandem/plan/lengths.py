@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.schema import RunConfig, rl_section
-from tandem.config.stages import Stage, in_order
+from tandem.config.stages import Stage, in_order, leaving
 from tandem.data.assign import Dataset
 from tandem.data.dataset import load_data, load_text
 from tandem.data.own_template import read_template
@@ -50,7 +50,10 @@ def rows_by_stage(config: RunConfig, model: str) -> dict[str, Rows]:
     ptx = 0.0
     if rl_section(config).ptx_data:
         named = rl_section(config).ptx_data
-        found = load_text(named, config.dataset, seed=config.seed, read=sampled(named)[0])
+        scores = bool(leaving(config.stages, "reward model"))
+        found = load_text(
+            named, config.dataset, seed=config.seed, scores=scores, read=sampled(named)[0]
+        )
         texts = found.train
         lengths = [sum(n for n, _ in _whole(s, count, frame)) for s in _some(texts)]
         ptx = min(sum(lengths) / max(1, len(lengths)), config.dataset.max_tokens)

@@ -120,7 +120,8 @@ def prepare_rows(config: RunConfig, policy: str, reward: str, *, shuffle: bool =
     """
     own, remote = read_template(config.dataset.own_template), config.trust_remote_code
     tokenizer, renderer = load_renderer(policy, trust_remote_code=remote, own=own)
-    is_finished = reward != policy and not leaving(config.stages, "reward model")
+    scores = bool(leaving(config.stages, "reward model"))
+    is_finished = reward != policy and not scores
     reward_tokenizer, reward_renderer = load_renderer(
         reward, trust_remote_code=remote, own=own, unless_its_own=is_finished
     )
@@ -142,10 +143,7 @@ def prepare_rows(config: RunConfig, policy: str, reward: str, *, shuffle: bool =
     readers = {
         "labels" if stage.labelled else stage.leaves for stage in stages if stage.share == "pairs"
     }
-    ptx, ptx_data = Dataset(), rl_section(config).ptx_data
-    if any("ptx_data" in stage.data for stage in stages) and ptx_data:
-        text = load_text(ptx_data, config.dataset, seed=config.seed, ledger=data.ledger)
-        ptx = Dataset(texts=text.train, heldout=text.heldout)
+    ptx = _mixed_in(config, data.ledger, scores=scores)
     rows = (*data.texts, *data.pairs, *data.prompts, *data.heldout, *ptx.texts, *ptx.heldout)
     note_spelled(rows, renderer, data.ledger)
     note_unshown(rows, renderer, data.ledger)
@@ -184,6 +182,15 @@ def prepare_rows(config: RunConfig, policy: str, reward: str, *, shuffle: bool =
         ptx=render.texts(ptx.texts, renderer, "ptx"),
         heldout_ptx=render.texts(ptx.heldout, renderer, None, room),
     )
+
+
+def _mixed_in(config: RunConfig, ledger: Ledger, *, scores: bool) -> Dataset:
+    """The texts for mixture training; empty without any, or without a stage that reads them."""
+    named = rl_section(config).ptx_data
+    if not named or not any("ptx_data" in stage.data for stage in in_order(config.stages)):
+        return Dataset()
+    text = load_text(named, config.dataset, seed=config.seed, scores=scores, ledger=ledger)
+    return Dataset(texts=text.train, heldout=text.heldout)
 
 
 def positions(path: str, config: RunConfig) -> int | None:

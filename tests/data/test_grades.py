@@ -190,7 +190,13 @@ def test_a_label_is_a_grade_for_the_reward_model_alone(tmp_path: Path) -> None:
 
 def test_low_grades_are_not_imitated_and_counted(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", SCORED)
-    sft = loaded(path, ["sft"])
+    alone = loaded(path, ["sft"])
+    assert len(alone.texts) == 24
+    (account,) = alone.ledger.datasets.values()
+    assert account.notes["imitated whatever its grade (column score)"] == 24
+    both = loaded(path, ["sft", "reward"], config={"split": (1.0, 0.0, 0.0)})
+    assert {sample.grade for sample in both.texts} == {2, 3}, "beside a model of the grades"
+    sft = loaded(path, ["sft"], config={"min_grade": "mean"})
     assert {sample.grade for sample in sft.texts} == {2, 3}
     assert unused(sft) == {
         "answer graded below 1.5 (the mean) (column score), in the share of texts": 12
@@ -199,10 +205,12 @@ def test_low_grades_are_not_imitated_and_counted(tmp_path: Path) -> None:
     assert {sample.grade for sample in top.texts} == {3}
     assert "answer graded below 3 (column score), in the share of texts" in unused(top)
     assert len(loaded(path, ["sft"], config={"min_grade": "none"}).texts) == 24
-    text = load_text([path], DataConfig(heldout=0.0), seed=1)
+    text = load_text([path], DataConfig(heldout=0.0), seed=1, scores=True)
     assert {sample.grade for sample in text.train} == {2, 3}
+    assert len(load_text([path], DataConfig(heldout=0.0), seed=1).train) == 24
     same = [{"prompt": f"Q{i}?", "completion": "a", "score": 0.1} for i in range(10)]
-    assert len(loaded(written(tmp_path / "same.jsonl", same), ["sft"]).texts) == 10
+    equal = loaded(written(tmp_path / "same.jsonl", same), ["sft"], config={"min_grade": "mean"})
+    assert len(equal.texts) == 10
     assert len(loaded(path, ["ppo"]).prompts) == 24  # a prompt may have any answer
 
 
@@ -217,7 +225,9 @@ def test_held_out_answers_of_low_grades_are_no_texts_and_keep_their_grades(tmp_p
 def test_the_lowest_imitated_grade_is_a_number_or_a_word(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ConfigError, match=r"dataset.min_grade must be a number, mean or none; got"):
+    with pytest.raises(
+        ConfigError, match=r"dataset.min_grade must be a number, mean, none or auto"
+    ):
         check_config(build_config({"dataset": {"min_grade": "best"}}))
     with pytest.raises(ConfigError, match=r"reward.grade_margin must be 0 with reward.grades regr"):
         check_config(build_config({"reward": {"grades": "regression", "grade_margin": 1.0}}))
