@@ -25,7 +25,7 @@ from tandem.generation.gpu_graphs import CudaRecorder, DecodeStep, Recorder, buc
 from tandem.generation.runner import TwinRunner
 from tandem.generation.sampler import Draw, Sampler
 from tandem.models.gpu_blocks import GatheredTogether, join_projections
-from tandem.models.lora import lora_layers
+from tandem.models.lora import adapter_switches
 from tandem.ops import gpu
 from tandem.ops.attention_context import KVMemory, attending
 
@@ -183,5 +183,5 @@ def _fingerprint(model: PreTrainedModel, twin: PreTrainedModel) -> tuple[Any, ..
     return (
         tuple((t.data_ptr(), t.dtype) for t in [*twin.parameters(), *twin.buffers()]),
         tuple(module.training for module in twin.modules()),
-        tuple(copy.copy(layer.switch) for _, layer in lora_layers(model)),
+        tuple(map(copy.copy, adapter_switches(model))),
     )

@@ -22,6 +22,7 @@ from tandem.models.laid_out import LaidOutWeight
 from tandem.models.lora import LoraLinear
 from tandem.models.quantized import PackedWeight
 from tandem.models.stored import StoredWeight
+from tandem.models.token_layers import TokenEmbedding, TokenHead
 from tandem.models.twin import twin_of
 from tandem.models.twin_layers import (
     TwinEmbedding,
@@ -30,6 +31,8 @@ from tandem.models.twin_layers import (
     TwinLinear,
     TwinRMSNorm,
     TwinRotaryAttention,
+    TwinTokenEmbedding,
+    TwinTokenHead,
 )
 from tandem.ops import dense, native
 from tandem.ops.attention_context import KVMemory, Packed
@@ -74,14 +77,21 @@ def runs_natively(model: PreTrainedModel, free: int) -> bool:
 
 
 def _copied(twin: Any) -> int:
-    """Weights that a runner copies: of linear layers that are not laid out, adapters, the head; of
-    quantized ones as many as they stand for."""
+    """Weights that a runner copies: of linear layers that are not laid out, adapters, the head, the
+    embedding where it has trained rows; of quantized ones as many as they stand for."""
     layers = [module for layer in twin.model.layers for module in _projections(layer)]
     plain = [layer for layer in layers if not isinstance(layer.weight, LaidOutWeight)]
     acting = [layer.acting() for layer in layers if isinstance(layer, LoraLinear)]
     adapters = [part.weight for parts in acting if parts is not None for part in parts]
     weights = [layer.weight for layer in plain] + adapters + [twin.lm_head.weight]
+    if _replaces_rows(twin.model.embed_tokens):
+        weights.append(twin.model.embed_tokens.weight)
     return sum(weight.numel() for weight in weights)
+
+
+def _replaces_rows(layer: Any) -> bool:
+    """Whether trained rows act in an embedding or a head."""
+    return isinstance(layer, TokenEmbedding | TokenHead) and layer.lora_tokens.acting() is not None
 
 
 def _size(twin: Any) -> int:
@@ -117,9 +127,9 @@ def _is_known(twin: Any) -> bool:
         and is_own(base, "Model")
         and is_own(base.rotary_emb, "RotaryEmbedding")
         and all(is_own(layer, "DecoderLayer") for layer in base.layers)
-        and type(base.embed_tokens) is TwinEmbedding
+        and type(base.embed_tokens) in (TwinEmbedding, TwinTokenEmbedding)
         and _is_norm(base.norm)
-        and type(twin.lm_head) in (TwinLinear, TwinFrozenLinear)
+        and type(twin.lm_head) in (TwinLinear, TwinFrozenLinear, TwinTokenHead)
         and getattr(base.rotary_emb, "rope_type", "default") in _STEADY_ROPE
     )
 
@@ -199,6 +209,8 @@ class NativeRunner(TwinRunner):
         self._size = _size(twin)
         base, first = twin.model, twin.model.layers[0]
         embedding = base.embed_tokens.weight.detach()
+        if _replaces_rows(base.embed_tokens):
+            embedding = base.embed_tokens.merged_weight()
         positions = torch.arange(longest + 1)[None]
         cos, sin = base.rotary_emb(embedding[:1][None], position_ids=positions)
         weights = [part for layer in base.layers for part in _layer_parts(layer, model.dtype)]
@@ -310,11 +322,11 @@ def _packed_adapters(layers: Sequence[Any]) -> list[Tensor]:
 
 
 def _weight(layer: Any, dtype: torch.dtype) -> Tensor:
-    """A layer's weight; a quantized one unpacked, as its product does."""
+    """A layer's weight, trained rows in it; a quantized one unpacked, as its product does."""
     weight = layer.weight
     if isinstance(weight, PackedWeight):
-        return weight.layout.unpacked(weight.packed, weight.scales, dtype)
-    return weight.detach()
+        weight = weight.layout.unpacked(weight.packed, weight.scales, dtype)
+    return layer.lora_tokens.merged(weight) if _replaces_rows(layer) else weight.detach()
 
 
 def _pack(weight: Tensor) -> Tensor:

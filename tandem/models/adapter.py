@@ -1,8 +1,10 @@
 """Adapters in PEFT's folder format: adapter_config.json and adapter_model.safetensors.
 
 Keys are `base_model.model.<layer>.lora_A.weight`; a classification model's head is saved whole
-under `base_model.model.score.weight` (PEFT's modules_to_save). The scores' mean and sd are in
-the metadata of the safetensors file, which PEFT ignores.
+under `base_model.model.score.weight` (PEFT's modules_to_save). Trained rows of tokens are under
+`base_model.model.<layer>.token_adapter.trainable_tokens_delta`, in the order of the config's
+trainable_token_indices: values, although PEFT calls them deltas. The scores' mean and sd are in the
+metadata of the safetensors file, which PEFT ignores.
 """
 
 from __future__ import annotations
@@ -25,20 +27,23 @@ from tandem.models.lora import (
     attach_adapters,
     lora_layers,
     scalar_head,
+    train_adapters,
 )
 from tandem.models.source import ADAPTER_CONFIG, Located, read_adapter_config
+from tandem.models.token_layers import ROWS, attach_token_rows, matrices_of, token_layers
 from tandem.models.weight_files import Weight, WeightFile, Writers, plain_unit, write_files
 from tandem.text import one_line
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_ROWS = ".token_adapter.trainable_tokens_delta"
+_TOKENS = "trainable_token_indices"
 _UNSUPPORTED = (
     "use_dora",
     "lora_bias",
     "alpha_pattern",
     "rank_pattern",
     "layer_replication",
-    "trainable_token_indices",
     "target_parameters",
     "use_qalora",
     "use_bdlora",
@@ -47,11 +52,14 @@ _UNSUPPORTED = (
 
 
 def _adapter_weights(model: PreTrainedModel) -> dict[str, Weight]:
-    """The adapters' weights and a scalar head's, under PEFT's names."""
+    """The adapters' weights, trained rows and a scalar head's, under PEFT's names."""
     tensors: dict[str, Tensor] = {}
     for name, layer in lora_layers(model):
         for part in ("lora_A", "lora_B"):
             tensors[f"{_PREFIX}{name}.{part}.weight"] = getattr(layer, part).weight.detach()
+    for name in _layers_with_rows(model):
+        rows = model.get_submodule(name).lora_tokens
+        tensors[f"{_PREFIX}{name}{_ROWS}"] = rows.weight.detach()  # type: ignore[union-attr, operator]
     head = scalar_head(model)
     if head is not None:
         for name, weight in head.state_dict().items():
@@ -113,11 +121,16 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> list[str]:
         raise ModelError(f"adapter folder {source.name!r} must hold {ADAPTER_CONFIG}; got none.")
     _check_config(config, source.name, classifies=scalar_head(model) is not None)
     tensors, metadata = _read_tensors(Path(folder) / ADAPTER_WEIGHTS)
-    names = _adapted_names(model, tensors, source.name)
+    tokens = _tokens_of(model, config, source.name)
+    names = _adapted_names(model, tensors, source.name, tokens)
     rank, alpha = int(config["r"]), float(config["lora_alpha"])
     if config.get("use_rslora"):  # scaled by alpha / sqrt(rank), arXiv:2312.03732
         alpha *= math.sqrt(rank)
     attach_adapters(model, names, rank, alpha, float(config.get("lora_dropout") or 0.0))
+    if tokens:
+        attach_token_rows(model, tokens, with_memory=True)
+        train_adapters(model)
+        _put_in_order(tensors, tokens)
     mismatched = model.load_state_dict(_checked_shapes(model, tensors, source.name), strict=False)
     assert not mismatched.unexpected_keys, mismatched.unexpected_keys
     for name in ("score_mean", "score_std"):
@@ -141,6 +154,11 @@ def _peft_config(model: PreTrainedModel, base_path: str | Path) -> dict[str, Any
         "lora_dropout": layers[0][1].lora_dropout.p,
         "target_modules": _target_modules(model, [name for name, _ in layers]),
         "modules_to_save": [SCALAR_HEAD] if classifies else None,
+        _TOKENS: {
+            name: model.get_submodule(name).lora_tokens.token_ids.tolist()  # type: ignore[union-attr, operator]
+            for name in _layers_with_rows(model)
+        }
+        or None,
         "fan_in_fan_out": any(isinstance(layer, Conv1D) for _, layer in layers),
         "bias": "none",
         "use_rslora": False,
@@ -195,7 +213,54 @@ def _read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         ) from error
 
 
-def _adapted_names(model: PreTrainedModel, tensors: dict[str, Tensor], folder: str) -> list[str]:
+def _layers_with_rows(model: PreTrainedModel) -> list[str]:
+    """Names of the layers whose trained rows are written; a tied head's are the embedding's."""
+    found: dict[int, str] = {}
+    for name, layer in token_layers(model):
+        found.setdefault(id(layer.lora_tokens), name)
+    return list(found.values())
+
+
+def _tokens_of(model: PreTrainedModel, config: dict[str, Any], folder: str) -> dict[str, list[int]]:
+    """The tokens whose rows an adapter has, in its order, by the layers' names; a list is of the
+    embedding alone. A tied head, which PEFT may name too, is left out."""
+    given = config.get(_TOKENS) or {}
+    matrices = matrices_of(model)
+    if isinstance(given, list):
+        given = {matrices[0]: given}
+    found: dict[str, list[int]] = {}
+    head = model.get_output_embeddings()
+    for key, ids in given.items():
+        names = [n for n, m in model.named_modules() if n == key or n.endswith(f".{key}")]
+        if len(names) == 1 and model.get_submodule(names[0]) is head:
+            names = [n for n in matrices if model.get_submodule(n).weight is head.weight]
+        whole = isinstance(ids, list) and all(type(i) is int for i in ids)
+        if len(names) != 1 or names[0] not in matrices or not whole or len(set(ids)) < len(ids):
+            raise ModelError(
+                f"adapter {folder!r} must train rows of {' or '.join(matrices)}, each token once; "
+                f"got {_TOKENS} {ids} of {key!r}. Merge it with PEFT (merge_and_unload)."
+            )
+        if found.setdefault(names[0], ids) != ids:
+            raise ModelError(
+                f"adapter {folder!r} must train the same tokens of an embedding and the head tied "
+                f"to it; got {_TOKENS} {given}. Merge it with PEFT (merge_and_unload)."
+            )
+    return found
+
+
+def _put_in_order(tensors: dict[str, Tensor], tokens: dict[str, list[int]]) -> None:
+    """Name trained rows as the model does, and order them by token; in place."""
+    for name, ids in tokens.items():
+        rows = tensors.pop(f"{name}{_ROWS}", None)
+        if rows is not None and len(rows) == len(ids):
+            rows = rows[torch.tensor(ids).argsort()]
+        if rows is not None:
+            tensors[f"{name}.{ROWS}.weight"] = rows
+
+
+def _adapted_names(
+    model: PreTrainedModel, tensors: dict[str, Tensor], folder: str, tokens: dict[str, list[int]]
+) -> list[str]:
     """The layers that the weights' names refer to; every name must be known."""
     known = set(adaptable(model))
     whole = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -203,6 +268,8 @@ def _adapted_names(model: PreTrainedModel, tensors: dict[str, Tensor], folder: s
     names: list[str] = []
     for key in tensors:
         layer = key.removesuffix(endings[0]).removesuffix(endings[1])
+        if key.removesuffix(_ROWS) in tokens and key.endswith(_ROWS):
+            continue
         if key.endswith(endings) and layer in known:
             names += [layer] if layer not in names else []
         elif not (scalar_head(model) is not None and key.startswith(f"{SCALAR_HEAD}.")):
@@ -228,6 +295,7 @@ def _checked_shapes(
     """The tensors, if each has its parameter's shape and no adapted layer lacks A or B."""
     state = model.state_dict()
     wanted = {n for n in state if n.endswith((".lora_A.weight", ".lora_B.weight"))}
+    wanted |= {f"{name}.{ROWS}.weight" for name in _layers_with_rows(model)}
     wanted |= {n for n in state if n.startswith(f"{SCALAR_HEAD}.") and scalar_head(model)}
     for key in sorted(wanted | set(tensors)):
         found = tuple(tensors[key].shape) if key in tensors else None

@@ -26,6 +26,7 @@ from tandem.errors import ModelError, NumericsError
 from tandem.models.laid_out import LaidOutWeight
 from tandem.models.quantized import KINDS, PackedWeight
 from tandem.models.stored import StoredWeight
+from tandem.models.token_rows import TokenRows
 from tandem.ops import dense
 
 
@@ -141,6 +142,8 @@ def base_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
         if isinstance(layer, LinearLayer):
             adapters = [part for part in layer.children() if not isinstance(part, StoredWeight)]
             inside -= {id(part) for adapter in adapters for part in adapter.modules()}
+        elif isinstance(layer, TokenRows):
+            inside.discard(id(layer))
     for name, module in model.named_modules():
         if id(module) in inside:
             yield name, module

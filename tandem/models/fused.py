@@ -18,6 +18,7 @@ from tandem.models.frozen import FrozenConv1D, FrozenLinear
 from tandem.models.gpu_blocks import fused_rotary_layer, on_gpu_opt_attention, on_gpu_opt_layer
 from tandem.models.lora import LoraLinear
 from tandem.models.rope import packed_rope
+from tandem.models.token_layers import TokenEmbedding, TokenHead
 from tandem.models.twin_layers import (
     TwinAdaptedLinear,
     TwinConv1D,
@@ -30,6 +31,8 @@ from tandem.models.twin_layers import (
     TwinLinear,
     TwinRMSNorm,
     TwinRotaryAttention,
+    TwinTokenEmbedding,
+    TwinTokenHead,
 )
 
 Fused = tuple[type[nn.Module], dict[str, Any]]
@@ -45,11 +48,13 @@ def fused(module: Any, kind: type[nn.Module]) -> Fused:
         FrozenLinear: TwinFrozenLinear,
         LoraLinear: TwinAdaptedLinear,
         FrozenConv1D: TwinFrozenConv1D,
+        TokenHead: TwinTokenHead,
     }
     if kind in plain:
         return plain[kind], {}
-    if kind is nn.Embedding:
-        return (TwinEmbedding if _only_looks_up(module) else kind), {}
+    if kind in (nn.Embedding, TokenEmbedding):
+        looks_up = TwinEmbedding if kind is nn.Embedding else TwinTokenEmbedding
+        return (looks_up if _only_looks_up(module) else kind), {}
     if kind.__module__.startswith("transformers.") and kind.__name__ in _BY_NAME:
         return _BY_NAME[kind.__name__](module, kind)
     return packed_rope(module, kind)

@@ -13,7 +13,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -24,19 +23,19 @@ from transformers.pytorch_utils import Conv1D
 from tandem.config.schema import LoraConfig
 from tandem.errors import ModelError
 from tandem.models.frozen import LinearLayer
+from tandem.models.modes import AdapterSwitch
+from tandem.models.token_layers import (
+    attach_token_rows,
+    matrices_of,
+    start_token_rows,
+    token_rows,
+)
 
 ALL_LINEAR = "all-linear"
 SCALAR_HEAD = "score"
 """What Hugging Face calls the head of a decoder's sequence-classification class."""
 
 _PARTS = (".lora_A", ".lora_B", ".start_a", ".start_b")
-
-
-@dataclass(slots=True)
-class AdapterSwitch:
-    """Whether a layer adds its adapter's output; the layer and its twin share the object."""
-
-    on: bool = True
 
 
 class LoraLayer(LinearLayer):
@@ -130,18 +129,29 @@ class LoraConv1D(LoraLayer, Conv1D):
         self.attach(base, rank, alpha, dropout)
 
 
-def add_lora(model: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
+def add_lora(
+    model: PreTrainedModel, config: LoraConfig, seed: int, tokens: Sequence[int] = ()
+) -> list[str]:
     """Adapt a model in place: base frozen, adapters (and a scalar head) trainable.
 
-    B is zero, so outputs are unchanged; A is uniform in +-1/sqrt(in), from `seed`.
+    B is zero, so outputs are unchanged; A is uniform in +-1/sqrt(in), from `seed`. Trained rows
+    start as the base's.
 
+    Args:
+        tokens: whose embeddings, and rows of the vocabulary head, are trained too.
     Returns:
         the names of the adapted layers.
     Raises:
-        ModelError: rank 0, a model with adapters already, a target that matches nothing.
+        ModelError: rank 0, a model with adapters already, a target that matches nothing, tokens
+            that it cannot train.
     """
     names = match_targets(model, config.targets)
+    rows = dict.fromkeys(matrices_of(model), tokens) if tokens else {}
     attach_adapters(model, names, config.rank, config.alpha, config.dropout)
+    if rows:
+        attach_token_rows(model, rows)
+        train_adapters(model)
+        start_token_rows(model)
     start_adapters(model, seed)
     return names
 
@@ -190,10 +200,13 @@ def attach_adapters(
 
 
 def train_adapters(model: PreTrainedModel) -> None:
-    """Freeze everything but the adapters and a scalar head, and train those; in place."""
+    """Freeze everything but the adapters, rows of tokens and a scalar head, and train those; in
+    place."""
     model.requires_grad_(False)
     for parameter in lora_parameters(model):
         parameter.requires_grad_(True)
+    for rows in token_rows(model):
+        rows.weight.requires_grad_(True)
     head = scalar_head(model)
     if head is not None:
         head.requires_grad_(True)
@@ -208,6 +221,8 @@ def keep_start(model: PreTrainedModel) -> None:
         layer.start_a, layer.start_b = (
             copy.deepcopy(part).requires_grad_(False) for part in (layer.lora_A, layer.lora_B)
         )
+    for rows in token_rows(model):
+        rows.keep_start()
 
 
 def match_targets(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
@@ -263,7 +278,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def lora_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """A and B of every adapted layer (a scalar head, trainable too, is not among them)."""
+    """A and B of every adapted layer, without trainable rows of tokens and a scalar head."""
     return [
         weight
         for _, layer in lora_layers(model)
@@ -280,15 +295,22 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     head stays the trained one. Do not leave it between a gradient-checkpointed forward and its
     backward, which recomputes the forward.
     """
-    layers = [layer for _, layer in lora_layers(model)]
-    before = [layer.switch.on for layer in layers]
-    for layer in layers:
-        layer.switch.on = False
+    switches = adapter_switches(model)
+    before = [switch.on for switch in switches]
+    for switch in switches:
+        switch.on = False
     try:
         yield
     finally:
-        for layer, was_on in zip(layers, before, strict=True):
-            layer.switch.on = was_on
+        for switch, was_on in zip(switches, before, strict=True):
+            switch.on = was_on
+
+
+def adapter_switches(model: nn.Module) -> list[AdapterSwitch]:
+    """The switches of all adapters and trained rows."""
+    return [layer.switch for _, layer in lora_layers(model)] + [
+        rows.switch for rows in token_rows(model)
+    ]
 
 
 def _shape(base: nn.Linear | Conv1D) -> tuple[int, int]:

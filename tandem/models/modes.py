@@ -1,11 +1,19 @@
-"""Evaluation mode in a `with` block."""
+"""How a model computes now: evaluation mode in a `with` block, adapters on or off."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from transformers import PreTrainedModel
+
+
+@dataclass(slots=True)
+class AdapterSwitch:
+    """Whether a layer adds its adapter's output; the layer and its twin share the object."""
+
+    on: bool = True
 
 
 @contextmanager

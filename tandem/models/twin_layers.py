@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from tandem.models.frozen import FrozenConv1D, FrozenLinear
 from tandem.models.lora import LoraLinear
 from tandem.models.quantized import PackedWeight
+from tandem.models.token_layers import TokenEmbedding, TokenHead
 from tandem.ops import dense, gpu
 from tandem.ops.attention import attend, attend_rotary
 from tandem.ops.attention_context import AttentionSpec, Decode, current_step
@@ -37,6 +38,18 @@ class TwinEmbedding(nn.Embedding):
     def forward(self, token_ids: Tensor) -> Tensor:
         """(...) -> (..., D)."""
         return dense.embedding(token_ids, self.weight, self.padding_idx)
+
+
+class TwinTokenEmbedding(TokenEmbedding):
+    """An embedding with trained rows, on the embedding of `ops`."""
+
+    @staticmethod
+    def _look_up(token_ids: Tensor, matrix: Tensor) -> Tensor:
+        return dense.embedding(token_ids, matrix)
+
+
+class TwinTokenHead(TokenHead):
+    """A vocabulary head with trained rows."""
 
 
 class TwinConv1D(Conv1D):

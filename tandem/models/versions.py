@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import PreTrainedModel
 
-from tandem.models.lora import lora_layers
+from tandem.models.lora import adapter_switches
 
 
 def weights_of(model: PreTrainedModel) -> tuple[Any, ...]:
@@ -18,7 +18,7 @@ def weights_of(model: PreTrainedModel) -> tuple[Any, ...]:
     return (
         _optimizer_steps()[0],
         tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()),
-        tuple(copy(layer.switch) for _, layer in lora_layers(model)),
+        tuple(map(copy, adapter_switches(model))),
     )
 
 

@@ -25,6 +25,7 @@ from tandem.models.blocks import decoder_blocks
 from tandem.models.folder import INDEX
 from tandem.models.frozen import LinearLayer
 from tandem.models.lora import LoraLayer
+from tandem.models.token_layers import TokenEmbedding, TokenHead
 from tandem.tensor_files import Spec, TensorFile
 
 _STEM = INDEX.split(".")[0]
@@ -220,13 +221,13 @@ def _merged_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[s
     state = model.state_dict()
     weights = {name: Weight.of(t) for name, t in state.items()}
     for name, layer in model.named_modules():
-        if not isinstance(layer, LinearLayer):
+        if not isinstance(layer, LinearLayer | TokenEmbedding):
             continue
         own = {f"{name}.weight", f"{name}.bias"}
         for inner in [n for n in weights if n.startswith(f"{name}.") and n not in own]:
             del weights[inner]
         shape, kept = tuple(layer.weight.shape), layer.weight.dtype
-        if isinstance(layer, LoraLayer):  # rounded once, after the sum
+        if isinstance(layer, LoraLayer | TokenEmbedding | TokenHead):  # rounded once
             spec = Spec(dtype or kept, shape)
             make: Callable[[], Tensor] = partial(layer.merged_weight, dtype or kept)
         else:

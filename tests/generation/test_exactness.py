@@ -22,6 +22,7 @@ from tandem.generation.sampler import sequence_key
 from tandem.generation.streaming import stream
 from tandem.models.frozen import freeze_quantized
 from tandem.models.lora import adapters_off, add_lora, keep_start, lora_layers, lora_parameters
+from tandem.models.token_layers import token_rows
 from tandem.models.twin import shares_every_tensor
 from tandem.ops import native
 from tandem.types import PromptRow, Rollout, Source
@@ -224,6 +225,32 @@ def require_equal_runners(model: PreTrainedModel) -> Tensor:
         logits.append(torch.stack(steps))
     assert torch.equal(*logits)
     return logits[0]
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["", "nf4"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # an own head, and a tied one
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_call_computes_trained_rows_as_the_modules_and_training_do(
+    family: str, dtype: torch.dtype, kind: str
+) -> None:
+    model = tiny_model(family)
+    add_lora(model, LoraConfig(rank=3), seed=0, tokens=(5, 6, 40, 41, 98))
+    if kind:
+        freeze_quantized(model, kind)
+    move_adapters(model)
+    with torch.no_grad():
+        for rows in token_rows(model):
+            rows.weight += 0.3 * torch.randn(rows.weight.shape)
+    model.to(dtype)
+    own = require_equal_runners(model)
+    with adapters_off(model):
+        assert not torch.equal(require_equal_runners(model), own)
+    made = answer(model, prompts(5, 17, 16, 30), samples_per_prompt=3)
+    with torch.enable_grad():
+        scored, _ = response_logprobs(model, made.batch)
+    assert torch.equal(made.rollout_logprobs, scored.detach())
+    assert torch.isin(made.batch.token_ids, torch.tensor([5, 6, 40, 41, 98])).any()
 
 
 @needs_native

@@ -23,6 +23,7 @@ from tandem.models.load import new_causal_lm
 from tandem.models.lora import LoraLayer
 from tandem.models.save import save_model
 from tandem.models.scalar import new_scalar_model
+from tandem.models.token_layers import TokenEmbedding, TokenHead
 from tandem.types import Source, TokenBatch, TokenRow
 
 VOCABULARY = 99
@@ -162,18 +163,21 @@ def merged_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """
     state = model.state_dict()
     for name, layer in model.named_modules():
-        if not isinstance(layer, LinearLayer):
+        if not isinstance(layer, LinearLayer | TokenEmbedding):
             continue
         for ending in (
             ".lora_A.weight",
             ".lora_B.weight",
             ".start_a.weight",
             ".start_b.weight",
+            ".lora_tokens.weight",
             ".weight.packed",
             ".weight.scales",
         ):
             state.pop(name + ending, None)
         state[f"{name}.weight"] = (
-            layer.merged_weight() if isinstance(layer, LoraLayer) else layer.plain_weight()
+            layer.merged_weight()
+            if isinstance(layer, LoraLayer | TokenEmbedding | TokenHead)
+            else layer.plain_weight()
         )
     return dict(state)
