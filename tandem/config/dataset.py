@@ -11,6 +11,8 @@ from tandem.errors import ConfigError
 
 TOKENIZERS_OWN = "tokenizer"
 """The value of `chat_template` that leaves a tokenizer its own."""
+CONTROL = "control"
+"""What `lora.train_tokens` calls the control tokens of the chat template."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -277,6 +277,11 @@ def _parallel_problems(config: RunConfig) -> Iterator[str]:
             f"{config.recompute}. Add --gradient-checkpointing"
         )
     yield from frozen_base_problems(config.parallel, config.lora.rank)
+    if config.lora.train_tokens and not config.lora.rank:
+        yield (
+            "lora.train_tokens must go with adapters (without, all embeddings are trained); got "
+            f"{' '.join(config.lora.train_tokens)} with lora.rank 0. Set --lora-rank, or remove it"
+        )
     if config.parallel.inference_tp_size > 1 and not config.hybrid_engine:
         yield (
             "parallel.inference_tp_size must be 1 if hybrid_engine is off (only Tandem's engine "

@@ -37,6 +37,10 @@ class LoraConfig:
     targets: tuple[str, ...] = knob(("all-linear",))
     """Which linear layers: `all-linear` (except the vocabulary head), or endings of module
     names."""
+    train_tokens: tuple[str, ...] = knob(())
+    """Tokens whose embeddings, and rows of the vocabulary head, are trained beside the adapters, as
+    PEFT's trainable_token_indices: tokens of the vocabulary, or `control`, the chat template's
+    control tokens, which a base model has not learned. Needs lora.rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

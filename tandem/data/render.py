@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
@@ -112,6 +112,23 @@ class Renderer:
                 return marked(template.source, template.terminator, eos, rendering(self._tokenizer))
         except TimeoutError:
             return template.source
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The tokenizer's tokens, added ones too, with their ids."""
+        return {str(token): int(i) for token, i in self._tokenizer.get_vocab().items()}
+
+    @property
+    def control_ids(self) -> tuple[int, ...]:
+        """The control tokens of the chat template, ascending: those in its source, around turns of
+        any role that it takes, and the one that ends an answer."""
+        template = self._template
+        texts = [template.source, template.prompt(template.opening, "probe")]
+        for role in get_args(Role):
+            with suppress(DataError):  # it need not take each
+                texts.append(template.prompt([Message(role, "yes"), *template.opening], "probe"))
+        found = {i for text in texts for i in self._control.written(text)}
+        return tuple(sorted(found | {self.terminator_id}))
 
     @property
     def takes_more_turns(self) -> bool:

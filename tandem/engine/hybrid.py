@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tandem.config.engine import EngineSettings
 from tandem.data.own_template import put_template, read_template
 from tandem.data.render import Renderer
+from tandem.data.trained_tokens import tokens_to_train
 from tandem.devices import resolve_device
 from tandem.engine.checks import check_policy, check_same_start
 from tandem.engine.ema import MovingAverage
@@ -130,7 +131,8 @@ class RLHFEngine:
         if has_critic and critic is None:
             critic = self._critic_start(actor, reward_model, reward_tokenizer)
         self.has_reference = has_reference
-        self.actor = placement.policy(actor, trained=True, keeps_start=True)
+        tokens = tokens_to_train(settings.lora, self.tokenizer)
+        self.actor = placement.policy(actor, trained=True, keeps_start=True, tokens=tokens)
         check_vocabulary(self.actor, self.tokenizer)
         base = _shared_base(self.actor, actor) if settings.parallel.shared_base else None
         self.renderer = Renderer(self.tokenizer, stop_ids(self.actor.generation_config))
@@ -139,7 +141,7 @@ class RLHFEngine:
         if has_critic and critic is not None:
             seed = settings.seed + 1
             self.critic = placement.scalar(
-                critic, trained=True, seed=seed, base=base, zero_head=True
+                critic, trained=True, seed=seed, base=base, zero_head=True, tokens=tokens
             )
         self.reference = None
         if has_reference and reference is not None:

@@ -40,9 +40,10 @@ from tandem.models.recompute import enable_gradient_checkpointing
 from tandem.models.scalar import load_scalar_model, start_new_head
 from tandem.models.shared import share_base
 from tandem.models.source import keep_saved_dtype
+from tandem.models.token_layers import start_token_rows, trained_tokens
 from tandem.models.twin import supports_packing, twin_of
 from tandem.models.validate_checkpoint import not_finite
-from tandem.parallel.dtensor import fill, own_rows
+from tandem.parallel.dtensor import fill, own_rows, whole
 from tandem.parallel.host_weights import HostWeights
 from tandem.parallel.masters import cast_weights
 from tandem.parallel.quantize import through_codes
@@ -77,6 +78,7 @@ class _Role:
     keeps_start: bool = False
     base: Base | None = None
     zero_head: bool = False
+    tokens: tuple[int, ...] = ()
 
 
 class Placement:
@@ -105,6 +107,7 @@ class Placement:
         seed: int | None = None,
         on_host: bool = False,
         keeps_start: bool = False,
+        tokens: tuple[int, ...] = (),
     ) -> PreTrainedModel:
         """A language model, ready for its role.
 
@@ -114,11 +117,12 @@ class Placement:
             seed: of new adapters; None: the settings'.
             on_host: frozen weights are kept in host memory; the model then only scores.
             keeps_start: keep a copy of adapters that are trained on, for `adapters_off`.
+            tokens: of `lora.train_tokens`, if it is trained.
         Raises:
             ModelError: it cannot be used.
         """
         stage = self.settings.parallel.actor_zero_stage
-        role = self._role(stage, trained, seed, on_host, keeps_start=keeps_start)
+        role = self._role(stage, trained, seed, on_host, keeps_start=keeps_start, tokens=tokens)
         if not isinstance(source, str):
             return self._placed(source, role)
         start = checkpoint_ref_of(source, unmerged=self.settings.carries_adapters)
@@ -137,11 +141,12 @@ class Placement:
         on_host: bool = False,
         base: Base | None = None,
         zero_head: bool = False,
+        tokens: tuple[int, ...] = (),
     ) -> PreTrainedModel:
         """A model with a scalar head, ready for its role. A new head is seeded by the settings.
 
         Args:
-            source, trained, seed, on_host: as for `policy`.
+            source, trained, seed, on_host, tokens: as for `policy`.
             needs_head: refuse a language model, whose head would be random.
             base: use its frozen weights instead of the model's own, which are not read.
             zero_head: a new head is all zeros.
@@ -149,7 +154,9 @@ class Placement:
             ModelError: it cannot be used, or does not start from the weights of `base`.
         """
         stage = self.settings.parallel.critic_zero_stage
-        role = self._role(stage, trained, seed, on_host, base=base, zero_head=zero_head)
+        role = self._role(
+            stage, trained, seed, on_host, base=base, zero_head=zero_head, tokens=tokens
+        )
         if not isinstance(source, str):
             return self._placed(source, role)
         start = checkpoint_ref_of(source, unmerged=self.settings.carries_adapters)
@@ -220,6 +227,8 @@ class Placement:
             _require_finite(empty.fill(own_rows), model, self.world)
         if empty.missing:
             start_new_head(model, self.settings.seed, fill, zeros=role.zero_head)
+        if start.adapter is None and role.trained:
+            start_token_rows(model, whole, fill)
         cast_weights(model, self.dtype, splits=role.plan.stage > 0)  # what had no memory before
         if base is not None and reads:
             share_base(base.model, model)
@@ -237,7 +246,13 @@ class Placement:
 
     def _prepare(self, model: PreTrainedModel, role: _Role) -> None:
         if role.trained:
-            prepare_for_training(model, self.settings, role.seed, keeps_start=role.keeps_start)
+            prepare_for_training(
+                model,
+                self.settings,
+                role.seed,
+                keeps_start=role.keeps_start,
+                tokens=role.tokens,
+            )
             return
         model.requires_grad_(False).eval()
         if self.settings.parallel.frozen_weights:
@@ -245,29 +260,38 @@ class Placement:
 
 
 def prepare_for_training(
-    model: PreTrainedModel, settings: EngineSettings, seed: int, *, keeps_start: bool = False
+    model: PreTrainedModel,
+    settings: EngineSettings,
+    seed: int,
+    *,
+    keeps_start: bool = False,
+    tokens: tuple[int, ...] = (),
 ) -> None:
     """Adapters, quantized weights below them and gradient checkpointing as configured; in place.
 
     Args:
         seed: of new adapters; those that the model came with are trained on.
         keeps_start: keep a copy of these, for `adapters_off`.
+        tokens: whose rows are trained; adapters that the model came with must have the same.
     Raises:
         ModelError: its adapters are not those that are configured.
     """
-    if is_adapted(model):
-        _continue_adapters(model, settings.lora)
+    was_adapted = is_adapted(model)
+    if was_adapted:
+        _continue_adapters(model, settings.lora, tokens)
         if keeps_start:
             keep_start(model)
     elif settings.lora.rank > 0:
-        add_lora(model, settings.lora, seed)
+        add_lora(model, settings.lora, seed, tokens)
     if settings.parallel.frozen_weights:
         freeze_quantized(model, settings.parallel.frozen_weights)
+        if not was_adapted:
+            start_token_rows(model)  # as the quantized matrix has them, which the reference uses
     if settings.gradient_checkpointing:
         enable_gradient_checkpointing(model, settings.recompute)
 
 
-def _continue_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
+def _continue_adapters(model: PreTrainedModel, lora: LoraConfig, tokens: tuple[int, ...]) -> None:
     """Train the adapters that a model came with, as if they had just been added; in place."""
     layers = lora_layers(model)
     first = layers[0][1]
@@ -285,9 +309,19 @@ def _continue_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
             f"{' '.join(lora.targets)}, which differs at {differing[0]}. Use the targets that "
             "they were made with."
         )
+    if trained_tokens(model) != tokens:
+        raise ModelError(
+            "lora.train_tokens must be the tokens of the adapters that are trained on; got "
+            f"{_named(tokens)} for {_named(trained_tokens(model))}. Use the tokens that they were "
+            "made with."
+        )
     for _, layer in layers:
         layer.lora_dropout.p = lora.dropout
     train_adapters(model)
+
+
+def _named(tokens: tuple[int, ...]) -> str:
+    return f"ids {' '.join(map(str, tokens))}" if tokens else "none"
 
 
 def shard_model(model: PreTrainedModel, plan: ShardPlan, world: World) -> Shards:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tandem.config.dataset import CONTROL
 from tandem.config.engine import EngineSettings
 from tandem.config.parallel import OptimizerStates, Recompute
 from tandem.memory.dimensions import Shape
@@ -33,6 +34,9 @@ Bytes = dict[str, float]
 FLOAT = 4
 STATE_BYTES: dict[OptimizerStates, float] = {"fp32": 8, "bf16": 4, "8bit": 2 * (1 + 4 / 256)}
 """Bytes of AdamW's two moments per trained weight; in 8 bits with a float32 scale per 256."""
+_CONTROL_TOKENS = 8
+"""Control tokens that a chat template is taken to have, before its tokenizer is read: most have
+fewer, and a row of 4,096 numbers takes 64 KiB with its gradient and optimizer."""
 _GATHERED_AT_ONCE = 2
 """Blocks with whole weights at stage 3, the running one and the next; and those in flight where all
 are gathered."""
@@ -49,7 +53,8 @@ class Layout:
     moving_average: of what is trained, in float32. on_cpu: the host is the device.
     optimizer_states: how AdamW's moments are kept. offload_gradients: they are summed on the host
     if its optimizer is there. recompute: what checkpointing recomputes. offload_share: of the
-    optimizer's states that are on the host. lora_drops: adapters have dropout.
+    optimizer's states that are on the host. lora_drops: adapters have dropout. token_rows: tokens
+    whose rows are trained beside adapters.
     """
 
     ranks: int = 1
@@ -70,6 +75,7 @@ class Layout:
     offload_share: float = 1.0
     recompute: Recompute = "layers"
     lora_drops: bool = False
+    token_rows: int = 0
 
     @property
     def is_split(self) -> bool:
@@ -125,6 +131,7 @@ def layout_of(
         stage: the ZeRO stage of its role. on_cpu: the host computes. half: in two bytes.
         average: it has a moving average.
     """
+    tokens = settings.lora.train_tokens if settings.lora.rank else ()
     return Layout(
         ranks=ranks,
         replicas=settings.parallel.replicas,
@@ -143,6 +150,7 @@ def layout_of(
         recompute=settings.recompute,
         offload_share=settings.parallel.offload_share,
         lora_drops=settings.lora.dropout > 0,
+        token_rows=sum(_CONTROL_TOKENS if name == CONTROL else 1 for name in tokens),
     )
 
 
@@ -186,7 +194,13 @@ def trained_parameters(shape: Shape, layout: Layout) -> int:
         return 0
     if layout.lora_rank == 0:
         return shape.parameters
-    return shape.adapters(layout.lora_rank) + (shape.width if shape.is_scalar else 0)
+    return beside_base(shape, layout) + (shape.width if shape.is_scalar else 0)
+
+
+def beside_base(shape: Shape, layout: Layout) -> int:
+    """Numbers of the adapters, and of the trained rows of an embedding and a head of its own."""
+    matrices = 2 if shape.untied_head and not shape.is_scalar else 1
+    return shape.adapters(layout.lora_rank) + layout.token_rows * shape.width * matrices
 
 
 def quantized_weights(shape: Shape, layout: Layout) -> int:
@@ -197,7 +211,7 @@ def quantized_weights(shape: Shape, layout: Layout) -> int:
 
 def weight_bytes(shape: Shape, layout: Layout, size: int = FLOAT) -> float:
     """All weights of one whole model as stored or sent: integers, and numbers of `size` bytes."""
-    adapters = shape.adapters(layout.lora_rank) if layout.is_trained or layout.shares_base else 0
+    adapters = beside_base(shape, layout) if layout.is_trained or layout.shares_base else 0
     quantized = quantized_weights(shape, layout)
     plain = shape.parameters + adapters - quantized
     return quantized * FROZEN_BYTES[layout.frozen] + plain * size
@@ -234,7 +248,7 @@ def _resting(shape: Shape, layout: Layout) -> float:
     size = layout.compute_bytes
     if layout.shares_base:
         head = shape.width if shape.is_scalar else 0
-        return float(size * (shape.adapters(layout.lora_rank) + head))
+        return float(size * (beside_base(shape, layout) + head))
     weights = weight_bytes(shape, layout, size)
     if layout.is_split:  # pieces that are trained are the masters themselves
         weights += (FLOAT - size) * trained_parameters(shape, layout)

@@ -201,6 +201,7 @@ def _frozen(layout: Layout, on_host: bool) -> Layout:
         layout,
         is_trained=False,
         lora_rank=adapters,
+        token_rows=layout.token_rows if layout.shares_base else 0,
         moving_average=False,
         offload_optimizer=False,
         offload_params=on_host,

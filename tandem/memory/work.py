@@ -160,9 +160,11 @@ def kv_bytes(shape: Shape, rows: int, tokens: int, layout: Layout) -> float:
 
 
 def packed_bytes(shape: Shape, layout: Layout) -> float:
-    """The copy of all linear weights and of the vocabulary head that a CPU decodes from. Processors
-    whose registers hold 4 numbers (ARM, old x86) take four bytes a number in half precision too."""
-    linears = shape.linear_weights + shape.vocabulary * shape.width
+    """The copy of all linear weights and of the vocabulary head that a CPU decodes from, and of an
+    embedding with trained rows. Processors whose registers hold 4 numbers (ARM, old x86) take four
+    bytes a number in half precision too."""
+    matrices = 2 if layout.token_rows else 1
+    linears = shape.linear_weights + matrices * shape.vocabulary * shape.width
     return float(layout.compute_bytes * (linears + shape.adapters(layout.lora_rank)))
 
 

@@ -16,6 +16,7 @@ from tandem.checkpoint.state import SavedState, load_state_before
 from tandem.config.schema import RunConfig
 from tandem.data.own_template import put_template, read_template
 from tandem.data.render import IN_MEMORY, Renderer
+from tandem.data.trained_tokens import tokens_to_train
 from tandem.errors import CheckpointError, ModelError
 from tandem.generation.generator import max_positions, vocabulary_size
 from tandem.generation.laying_out import lay_out_model
@@ -129,7 +130,7 @@ def load_policy(
     model = _policy_weights(source, dtype, settings)
     step = 0
     if source.checkpoints is not None:
-        step = _take_checkpoint(model, source, config)
+        step = _take_checkpoint(model, source, config, tokenizer)
     check_vocabulary(model, tokenizer)
     stop_ids = load_stop_ids(source.base or source.path)
     renderer = Renderer(tokenizer, stop_ids)
@@ -230,7 +231,12 @@ def _tokenizer_of(source: ModelSource) -> str:
     return source.path
 
 
-def _take_checkpoint(model: PreTrainedModel, source: ModelSource, config: RunConfig | None) -> int:
+def _take_checkpoint(
+    model: PreTrainedModel,
+    source: ModelSource,
+    config: RunConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> int:
     """Put the newest complete checkpoint's weights into a model; returns its step.
 
     A run that goes on may remove the one that is read; the one after it is then there.
@@ -244,7 +250,7 @@ def _take_checkpoint(model: PreTrainedModel, source: ModelSource, config: RunCon
                 f"{f' ({notes[-1]})' if notes else ''}. Wait for the next one."
             )
         try:
-            _fill(model, state, source, config)
+            _fill(model, state, source, config, tokenizer)
         except (CheckpointError, OSError):
             if attempt == 2:
                 raise
@@ -255,14 +261,18 @@ def _take_checkpoint(model: PreTrainedModel, source: ModelSource, config: RunCon
 
 @torch.no_grad()
 def _fill(
-    model: PreTrainedModel, state: SavedState, source: ModelSource, config: RunConfig | None
+    model: PreTrainedModel,
+    state: SavedState,
+    source: ModelSource,
+    config: RunConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     saved = state.tensors[source.part]
     parameters = dict(model.named_parameters())
     adapts = any(".lora_A." in name for name in saved)
     if adapts and not any(".lora_A." in name for name in parameters):
         assert config is not None
-        add_lora(model, config.lora, config.seed)
+        add_lora(model, config.lora, config.seed, tokens_to_train(config.lora, tokenizer))
         parameters = dict(model.named_parameters())
     unknown = sorted(name for name in saved if name not in parameters)
     if unknown or not saved:

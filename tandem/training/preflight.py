@@ -25,13 +25,14 @@ from tandem.rewards.columns import ANSWER
 from tandem.rewards.scoring import named
 from tandem.training.reward_function import columns_given
 from tandem.training.stage_data import StepRows, positions
+from tandem.training.trained_tokens import token_problems
 
 _LARGE = 10**9
 
 
 def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> None:
     """Check that every stage has rows, that every row fits its model's positions, and that a reward
-    function can be called with the rows' columns.
+    function can be called with the rows' columns, and that named tokens are tokens.
 
     Args:
         policy, reward: the models to load.
@@ -68,6 +69,7 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
         )
     if rl:
         problems += columns_problems(config, rows)
+    problems += token_problems(config, rows)
     if problems:
         raise ConfigError("; ".join(problems))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch.nn.functional import softplus
 
+from tandem.data.trained_tokens import tokens_to_train
 from tandem.engine.scoring import RewardScorer
 from tandem.errors import ModelError
 from tandem.models.load import check_vocabulary
@@ -48,7 +49,8 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     if scales and config.reward.grade_margin:
         run.print_line("reward: grade_margin is not read, since no graded answers are compared")
     source = config.reward_model or run.policy_source("reward")
-    model = run.placement.scalar(source, trained=True)
+    tokens = tokens_to_train(config.lora, rows.reward_tokenizer)
+    model = run.placement.scalar(source, trained=True, tokens=tokens)
     check_vocabulary(model, rows.reward_tokenizer)
     set_normalization(model, 0.0, 1.0)  # an earlier reward model's are not this one's
     set_grade_scales(model, {name: (scale.mean, scale.std) for name, scale in scales.items()})

@@ -67,6 +67,7 @@ from tandem.training.run_report import report, report_at_a_stop
 from tandem.training.shares import settle_shares
 from tandem.training.stage_data import StepRows, prepare_rows
 from tandem.training.stage_loop import StageJob, run_stage
+from tandem.training.trained_tokens import token_lines
 
 
 def train(
@@ -216,6 +217,9 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
             print_line(line)
         for line in rates_for_large_models(to_come, *tokenizer_sources(run)):
             print_line(line)
+        if run.world.is_first:
+            for line in token_lines(to_come, rows.renderer, _start_of(run, unfinished[0])):
+                print_line(line)
     run.require_own_folder()
     run.world.barrier()  # no rank changes the folder before every rank has looked at it
     run.open(command)
@@ -227,6 +231,11 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
             compare(run, rows)
     report(run)
     run.world.barrier()
+
+
+def _start_of(run: Run, stage: str) -> str:
+    """What a stage starts from."""
+    return run.policy_source(stage) if has_policy(run) else tokenizer_sources(run)[0]
 
 
 def _run_stages(run: Run, rows: StepRows, unfinished: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from tandem.checkpoint.state import SavedState
 from tandem.config.optimizer import SupervisedConfig
 from tandem.data.loader import BatchOrder
+from tandem.data.trained_tokens import tokens_to_train
 from tandem.engine.checks import check_policy
 from tandem.engine.learner import Learner
 from tandem.engine.oom import MicroBatchBudget
@@ -97,7 +98,9 @@ def policy_to_train(
     Args:
         keeps_start: keep adapters that it came with as they are too, for `adapters_off`.
     """
-    model = run.placement.policy(run.policy_source(stage), trained=True, keeps_start=keeps_start)
+    tokens = tokens_to_train(run.config.lora, rows.tokenizer)
+    source = run.policy_source(stage)
+    model = run.placement.policy(source, trained=True, keeps_start=keeps_start, tokens=tokens)
     check_vocabulary(model, rows.tokenizer)
     check_policy(model)
     return model

@@ -8,15 +8,22 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.config.engine import engine_settings
 from tandem.config.load import build_config
 from tandem.config.schema import LoraConfig, RunConfig
 from tandem.engine.forward import response_logprobs
 from tandem.errors import ConfigError
 from tandem.generation.runner import new_memory
-from tandem.memory.model import Layout, role_memory, weight_bytes
+from tandem.memory.model import (
+    Layout,
+    layout_of,
+    role_memory,
+    trained_parameters,
+    weight_bytes,
+)
 from tandem.memory.shape import Shape, shape_of
 from tandem.memory.steps import PPOWork, ppo_memory, supervised_memory
-from tandem.memory.work import activation_bytes, generation_bytes, kv_bytes
+from tandem.memory.work import activation_bytes, generation_bytes, kv_bytes, packed_bytes
 from tandem.models.frozen import freeze_quantized
 from tandem.models.lora import add_lora
 from tandem.plan.run import plan_memory
@@ -59,6 +66,31 @@ def test_adapters_are_as_many_as_lora_adds(family: str) -> None:
     add_lora(model, LoraConfig(rank=3), 0)
     added = sum(p.numel() for p in model.parameters()) - before
     assert shape_of(tiny_config(family)).adapters(3) == added
+
+
+@pytest.mark.parametrize(
+    ("family", "scalar"), [("llama", False), ("llama", True), ("qwen2", False)]
+)
+def test_rows_of_tokens_are_counted_beside_adapters(family: str, scalar: bool) -> None:
+    model = (tiny_scalar if scalar else tiny_model)(family)
+    add_lora(model, LoraConfig(rank=3), 0, tokens=(4, 9))
+    shape = shape_of(tiny_config(family), scalar=scalar)
+    layout = Layout(lora_rank=3, token_rows=2)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert trained_parameters(shape, layout) == trained
+    assert weight_bytes(shape, layout) == 4 * sum(p.numel() for p in model.parameters())
+    more = packed_bytes(shape, layout) - packed_bytes(shape, Layout(lora_rank=3))
+    assert more == 4 * shape.vocabulary * shape.width, "decoding copies the embedding"
+
+
+def test_tokens_are_counted_by_name() -> None:
+    def counted(**lora: Any) -> int:
+        settings = engine_settings(RunConfig(lora=LoraConfig(**lora)))
+        return layout_of(settings, 1, 0, on_cpu=True, half=False).token_rows
+
+    assert counted(rank=4, train_tokens=("<a>", "<b>")) == 2
+    assert counted(rank=4, train_tokens=("control", "<b>")) == 9
+    assert counted(rank=4) == 0
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
