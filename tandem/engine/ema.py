@@ -93,3 +93,10 @@ class MovingAverage:
     def _parameters(self) -> dict[str, nn.Parameter]:
         shards_of(self.model).reshard()
         return dict(self.model.named_parameters())
+
+
+def moving_average(
+    model: nn.Module, decay: float, masters: Mapping[nn.Parameter, Tensor]
+) -> MovingAverage | None:
+    """A model's moving average; None where its decay is 0, which asks for none."""
+    return MovingAverage(model, decay, masters) if decay else None

@@ -29,7 +29,7 @@ from tandem.data.render import Renderer
 from tandem.data.trained_tokens import tokens_to_train
 from tandem.devices import resolve_device
 from tandem.engine.checks import check_policy, check_same_start
-from tandem.engine.ema import MovingAverage
+from tandem.engine.ema import moving_average
 from tandem.engine.forward import response_logprobs, scored, token_values
 from tandem.engine.learner import Learner
 from tandem.engine.module_scorer import any_scorer
@@ -126,15 +126,14 @@ class RLHFEngine:
             reward_tokenizer = self._tokenizer_of(reward_model, "reward_tokenizer")
         # Copies are made before their original gets adapters or is split.
         tokens_of_reference = None if reference is None else self.tokenizer
-        if has_reference and reference is None and settings.lora.rank == 0:
-            reference = _another(actor)
+        reference = _reference(actor, reference, settings) if has_reference else None
         if has_critic and critic is None:
             critic = self._critic_start(actor, reward_model, reward_tokenizer)
         self.has_reference = has_reference
         tokens = tokens_to_train(settings.lora, self.tokenizer)
         self.actor = placement.policy(actor, trained=True, keeps_start=True, tokens=tokens)
         check_vocabulary(self.actor, self.tokenizer)
-        base = _shared_base(self.actor, actor) if settings.parallel.shared_base else None
+        base = Base.of(self.actor, actor) if settings.parallel.shared_base else None
         self.renderer = Renderer(self.tokenizer, stop_ids(self.actor.generation_config))
         self.scorer = any_scorer(placement, reward_model, reward_tokenizer, self.renderer, base)
         self.critic = None
@@ -143,17 +142,15 @@ class RLHFEngine:
             self.critic = placement.scalar(
                 critic, trained=True, seed=seed, base=base, zero_head=True, tokens=tokens
             )
-        self.reference = None
-        if has_reference and reference is not None:
-            self.reference = place_reference(placement, reference, tokens_of_reference)
+        self.reference = place_reference(placement, reference, tokens_of_reference)
         self.agreement = check_policy(self.actor, self.tensor_group)
         if has_reference and tokens_of_reference is None:
             check_same_start(self.actor, self.reference)
         self.scaler = LossScaler() if self.dtype == torch.float16 else None
         self.actor_learner = self._learner("actor", self.actor)
         self.critic_learner = self._learner("critic", self.critic) if self.critic else None
-        decay, masters = settings.ema_decay, self.actor_learner.masters
-        self.ema = MovingAverage(self.actor, decay, masters) if decay else None
+        masters = self.actor_learner.masters
+        self.ema = moving_average(self.actor, settings.ema_decay, masters)
 
     @property
     def stops(self) -> Stops:
@@ -384,9 +381,9 @@ class RLHFEngine:
         )
 
 
-def _shared_base(placed: PreTrainedModel, given: Model) -> Base:
-    """The actor's frozen weights, for others that begin with the same."""
-    return Base(placed, placed.name_or_path if isinstance(given, str) else None)
+def _reference(actor: Model, given: Model | None, settings: EngineSettings) -> Model | None:
+    """What the actor is compared with; None where that is the actor without its adapters."""
+    return _another(actor) if given is None and settings.lora.rank == 0 else given
 
 
 def _another(model: Model) -> Model:

@@ -66,6 +66,11 @@ class Base:
     model: PreTrainedModel
     source: str | None
 
+    @staticmethod
+    def of(model: PreTrainedModel, given: Model) -> Base:
+        """Of a placed model, which was given as this."""
+        return Base(model, model.name_or_path if isinstance(given, str) else None)
+
 
 @dataclass(frozen=True, slots=True)
 class _Role:

@@ -11,16 +11,18 @@ from tandem.models.load import check_vocabulary, load_tokenizer
 
 def place_reference(
     placement: Placement,
-    reference: PreTrainedModel | str,
+    reference: PreTrainedModel | str | None,
     own: PreTrainedTokenizerBase | None = None,
-) -> PreTrainedModel:
-    """A reference on the ranks, in host memory if `parallel.offload` says so.
+) -> PreTrainedModel | None:
+    """A reference on the ranks, in host memory if `parallel.offload` says so; None of none.
 
     Args:
         own: the policy's tokenizer, where the reference may be of another.
     Raises:
         ModelError: it cannot be used, or does not have the policy's tokens.
     """
+    if reference is None:
+        return None
     settings = placement.settings
     if own is not None and isinstance(reference, str):
         require_same_tokens(reference, own, trust_remote_code=settings.trust_remote_code)
