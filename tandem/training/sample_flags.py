@@ -92,6 +92,8 @@ def parse_sample_flags(args: Sequence[str], wrong: Sequence[str] = ()) -> Sample
     start = _taken_over(base) if base else RunConfig()
     if options.config and base is not None:
         start = replace(start, data=base.data)
+    # Frozen weights go with adapters; sampling adds none to a model that has none.
+    start = replace(start, lora=replace(start.lora, rank=(base or start).lora.rank or 1))
     reader = Reader(_STAGE.name, _is_read, _short_flags(), start)
     problems = [*wrong, *_option_problems(options)]
     try:

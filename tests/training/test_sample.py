@@ -34,6 +34,7 @@ from tandem.training.sample_rows import Choice, SampledAnswer, row_of
 from tandem.types import Message
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config
+from tests.training.runs import ran
 
 REWARDS = """
 def tenths(prompts, completions, level=None, **columns):
@@ -482,3 +483,27 @@ def test_a_run_gives_its_policy_its_rewards_and_its_knobs(tmp_path: Path) -> Non
     assert (filed.actor_model, filed.data) == ("m", ("train.jsonl",))
     with pytest.raises(ConfigError, match="must be at least 2"):
         settings("--write", "pairs")
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_frozen_weights_are_sampled_as_the_run_had_them(
+    kind: str, tiny_model: str, prompts: Path, preferences: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    ran(tiny_config(
+        run, tiny_model, preferences, stages=["sft"], lora__rank=2, parallel__frozen_weights=kind,
+        sft__lora_learning_rate=0.1, sft__max_steps=12,
+    ))  # fmt: skip
+    rest = ["--data", str(prompts), "--temperature", "0.001", "--max-new-tokens", "6"]
+
+    def said(model: str, *flags: str) -> list[str]:
+        settings = parse_sample_flags([model, *rest, "--output", str(tmp_path / "o.jsonl"), *flags])
+        assert settings.config.parallel.frozen_weights in (kind, "")
+        sample(settings, print_line=lambda line: None)
+        lines = (tmp_path / "o.jsonl").read_text("utf-8").rstrip("\n").split("\n")
+        (tmp_path / "o.jsonl").unlink()
+        return [json.loads(line)["answers"][0]["text"] for line in lines]
+
+    trained = said(str(run))
+    assert trained != said(str(run), "--model", "base")
+    assert said(tiny_model, "--parallel.frozen-weights", kind) == said(str(run), "--model", "base")
