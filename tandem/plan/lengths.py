@@ -18,10 +18,11 @@ from tandem.data.assign import Dataset
 from tandem.data.dataset import load_data, load_text
 from tandem.data.own_template import read_template
 from tandem.data.sampled import sampled
+from tandem.errors import DataError
 from tandem.plan.prompt_frame import Count, PromptFrame
 from tandem.predict.rows import Rows, rows_of
 from tandem.text import counted
-from tandem.types import Sample
+from tandem.types import Message, Sample
 
 SAMPLED = 256
 """Rows of each share that are tokenized."""
@@ -101,9 +102,13 @@ def _rows(
         measured = [_pair(s, count, frame) for s in _some(samples)]
         if stage.labelled:
             measured = [[one] for row in measured for one in row]
-    kept = [row for row in measured if max(tokens for tokens, _ in row) <= limit]
-    if config.dataset.on_long_row == "truncate":
-        kept = [[(min(t, limit), min(a, limit)) for t, a in row] for row in measured]
+    kept = _kept(config, stage, measured, _some(samples), limit, frame)
+    if measured and not kept:
+        knob = "max_prompt_tokens" if stage.share == "prompts" else "max_tokens"
+        raise DataError(
+            f"stage {stage.name} must have at least one row; got none: all {len(measured)} that "
+            f"were measured are longer than dataset.{knob} {limit}. Raise it."
+        )
     if not kept:
         return longest_rows(config, stage)
     each = len(measured) / max(1, len(_some(samples)))
@@ -113,6 +118,42 @@ def _rows(
     if stage.leaves == "reward model":  # its head reads the last token alone
         found = replace(found, answered=found.sequences)
     return replace(found, ptx=ptx) if stage.family == "rl" else found
+
+
+def _kept(
+    config: RunConfig,
+    stage: Stage,
+    measured: Sequence[list[tuple[int, int]]],
+    samples: Sequence[Sample],
+    limit: int,
+    frame: PromptFrame,
+) -> list[list[tuple[int, int]]]:
+    """The rows that `dataset.on_long_row` leaves, at their lengths then (see `data.length`)."""
+    if config.dataset.on_long_row != "truncate":
+        return [row for row in measured if max(tokens for tokens, _ in row) <= limit]
+    if stage.share == "prompts":  # the oldest turns go
+        lengths = [_shortened(sample.prompt, frame, limit) for sample in samples]
+        return [[(length, 0)] for length in lengths if length]
+    if stage.share == "texts":  # which may have answers before the last one
+        begins = [0 if s.text is not None else frame.tokens(s.prompt) for s in samples]
+    else:
+        begins = [max(tokens - answer for tokens, answer in row) for row in measured]
+    return [  # the last answer is cut, and must not be gone
+        [(min(tokens, limit), answered - max(0, tokens - limit)) for tokens, answered in row]
+        for row, begin in zip(measured, begins, strict=True)
+        if begin < limit
+    ]
+
+
+def _shortened(prompt: Sequence[Message], frame: PromptFrame, limit: int) -> int:
+    """Tokens of a prompt without as many of its oldest turns as it takes, but for system turns; 0
+    if from its last user turn on it is too long."""
+    users = [place for place, turn in enumerate(prompt) if turn.role == "user"]
+    for first in dict.fromkeys((0, *users)):
+        system = [turn for turn in prompt[:first] if turn.role == "system"]
+        if (length := frame.tokens([*system, *prompt[first:]])) <= limit:
+            return length
+    return 0
 
 
 def _some(samples: Sequence[Sample]) -> list[Sample]:
@@ -126,7 +167,8 @@ def _whole(sample: Sample, count: Count, frame: PromptFrame) -> list[tuple[int, 
         length = count(sample.text) + 1
         return [(length, length)]
     answer = count(sample.chosen or "") + 1
-    return [(frame.tokens(sample.prompt) + answer, answer)]
+    earlier = sum(count(m.content) + 1 for m in sample.prompt if m.role == "assistant")
+    return [(frame.tokens(sample.prompt) + answer, earlier + answer)]
 
 
 def _pair(sample: Sample, count: Count, frame: PromptFrame) -> list[tuple[int, int]]:

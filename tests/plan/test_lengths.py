@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.errors import DataError
 from tandem.plan.lengths import rows_by_stage
 from tandem.training.stage_data import prepare_rows
 from tests.tiny import save_tiny_model, tiny_config, write_preferences
@@ -52,6 +53,41 @@ def test_lengths_are_those_of_the_rows_that_a_run_trains_on(
     assert found["ppo"].tokens == pytest.approx(sum(prompts) / len(prompts), abs=1)
     assert found["ppo"].longest == pytest.approx(max(prompts), abs=1)
     assert found["sft"].tokens == pytest.approx(sum(texts) / len(texts), abs=2)
+
+
+@pytest.mark.parametrize("policy", ["drop", "truncate"])
+def test_rows_over_the_limits_are_left_as_the_run_leaves_them(policy: str, tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    rows = [
+        {
+            "prompt": [
+                {"role": "user", "content": f"{number} " + "word " * 30},
+                {"role": "assistant", "content": "yes " * (1 + number % 40)},
+                {"role": "user", "content": "word " * (1 + number % 60)},
+            ],
+            "chosen": f"yes {number} " * (1 + number % 20),
+            "rejected": f"no {number} " * 3,
+        }
+        for number in range(240)
+    ]
+    data = tmp_path / "long.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    limits = {"max_tokens": 200, "max_prompt_tokens": 60, "on_long_row": policy, "heldout": 0.0}
+    config = tiny_config(tmp_path / "run", model, str(data), dataset=limits)
+    made, found = prepare_rows(config, model, model), rows_by_stage(config, model)
+    prompts, texts = [len(row) for row in made.prompts], made.sft
+    assert 0 < len(prompts) < 105
+    assert found["ppo"].count == pytest.approx(len(prompts), abs=1)
+    assert found["ppo"].tokens == pytest.approx(sum(prompts) / len(prompts), abs=1)
+    assert found["sft"].count == pytest.approx(len(texts), abs=1)
+    assert found["sft"].tokens == pytest.approx(sum(map(len, texts)) / len(texts), abs=2)
+    answered = sum(sum(row.response_mask) for row in texts) / len(texts)
+    assert found["sft"].answered == pytest.approx(answered, abs=3)
+    assert found["reward"].count == pytest.approx(len(made.pairs), abs=1)
+    limits |= {"max_prompt_tokens": 8, "on_long_row": "drop"}
+    config = tiny_config(tmp_path / "run", model, str(data), dataset=limits)
+    with pytest.raises(DataError, match=r"stage ppo must have at least one row; got none: all"):
+        rows_by_stage(config, model)
 
 
 def test_a_template_that_cannot_be_rendered_counts_a_few_tokens_a_turn(tmp_path: Path) -> None:
