@@ -152,6 +152,11 @@ def _data_problems(config: RunConfig) -> Iterator[str]:
         config.dataset.lowest_imitated(scores=False)
     except ConfigError as error:
         yield str(error).rstrip(".")
+    if config.dataset.chat_template == "none" and config.dataset.system_prompt:
+        yield (
+            "dataset.system_prompt must be empty with dataset.chat_template none, which has no "
+            f"place for system turns; got {config.dataset.system_prompt[:40]!r}. Remove one of them"
+        )
     share = config.dataset.heldout
     has_texts = bool(rl_section(config).ptx_data)  # of which a share is held out all the same
     if config.eval_data and not has_texts and share not in (0, DataConfig().heldout):

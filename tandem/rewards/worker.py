@@ -20,6 +20,7 @@ import os
 import pickle
 import random
 import select
+import signal
 import socket
 import struct
 import sys
@@ -79,7 +80,10 @@ def main(control: int, parent: int) -> None:
         return
     order = json.loads(content)
     os.setsid()
+    # Ctrl-C before that was for the run, which decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     let_through()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if order["follows"]:
         die_with_parent(parent)
     from tandem.rewards.loading import load_reward_function

@@ -154,9 +154,12 @@ def _made_from(run: Run) -> dict[str, Any]:
     identity = run.identity
     section = rl_stage(run.config.stages).section
     measuring = (*_MEASURING, f"{section}.eval_prompts", f"{section}.reward_")
+    knobs = identity.knobs(name for name, _ in config_knobs() if name.startswith(measuring))
+    if own := identity.of_template():  # where its file lies does not matter
+        knobs["dataset.chat_template"] = own
     made_from: dict[str, Any] = {
         "stages": finished,
-        "knobs": identity.knobs(name for name, _ in config_knobs() if name.startswith(measuring)),
+        "knobs": knobs,
         "rows": identity.fingerprints,
     }
     for knob in ("actor_model", "reward_model"):

@@ -70,8 +70,24 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
     if rl:
         problems += columns_problems(config, rows)
     problems += token_problems(config, rows)
+    problems += _unknown_biases(config, policy)
     if problems:
         raise ConfigError("; ".join(problems))
+
+
+def _unknown_biases(config: RunConfig, policy: str) -> list[str]:
+    """Tokens of `sampling.logit_bias` that the policy does not have."""
+    largest = max(config.sampling.logit_biases(), default=-1)
+    found = load_config(locate(policy), trust_remote_code=config.trust_remote_code)
+    vocabulary = getattr(found.get_text_config(), "vocab_size", None)
+    if vocabulary is None or largest < vocabulary:
+        return []
+    return [
+        (
+            f"sampling.logit_bias must name tokens below the model's {vocabulary}; got {largest}. "
+            "Use ids of its tokenizer"
+        )
+    ]
 
 
 def check_parallel(config: RunConfig, world: World, policy: str) -> None:

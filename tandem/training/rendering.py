@@ -13,6 +13,7 @@ from tandem.data.length import Fitted, fit, fit_answer, fit_graded, fit_pair, fi
 from tandem.data.render import Renderer
 from tandem.data.side_by_side import RendersRows, side_by_side
 from tandem.errors import DataError
+from tandem.text import one_line
 from tandem.types import (
     GradedRow,
     LabelledRow,
@@ -20,6 +21,7 @@ from tandem.types import (
     PromptRow,
     RankedRow,
     Sample,
+    Source,
     TokenRow,
 )
 
@@ -60,6 +62,8 @@ class Rendering:
         self.config = config
         self.dataset = config.dataset
         self.ledger = ledger
+        self._rejection = ""
+        self._measured: set[tuple[Source, str]] = set()
 
     def texts(
         self,
@@ -218,11 +222,11 @@ class Rendering:
                 fitted: Fitted[Any]
                 try:
                     rendered = form.render(sample, its_renderer)
-                except DataError:
+                except DataError as error:
                     # A row that tokenizer or template reject is a bad row like any other.
                     if self.dataset.on_bad_row == "error":
                         raise
-                    reason = "the tokenizer or its template cannot take it"
+                    reason = self._rejected(error)
                     fitted = Fitted(None, "dropped", reason)
                 else:
                     fitted = form.fit(rendered)
@@ -245,7 +249,19 @@ class Rendering:
                 self.ledger.drop(source, use, fitted.reason)
             else:
                 note = f"{fitted.reason} ({use or 'measuring'})"
+                if use is None:  # a held-out row is measured in several ways
+                    if (source, note) in self._measured:
+                        continue
+                    self._measured.add((source, note))
                 self.ledger.datasets[source.dataset].notes[note] += 1
+
+    def _rejected(self, error: DataError) -> str:
+        """Why a row that the tokenizer or its template rejects is dropped, with what the first of
+        them was told."""
+        if not self._rejection:
+            said = one_line(error)
+            self._rejection = f"the tokenizer or its template cannot take it; the first: {said}"
+        return self._rejection
 
 
 def _is_pair(sample: Sample) -> bool:

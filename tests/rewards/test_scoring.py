@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +22,7 @@ from tandem.rewards import scoring
 from tandem.rewards.calling import Call
 from tandem.rewards.pool import PoolLimits, WorkerPool
 from tandem.rewards.scoring import RewardFunctions
+from tandem.rewards.worker import receive, send
 from tests.rewards.answers import answers_of
 
 FILE = """
@@ -257,3 +260,23 @@ def test_what_waits_for_a_worker_is_not_begun_once_they_are_ended(
     assert begun.read_text() == "x"
     assert pool.run([]) == []
     pool.close()
+
+
+def test_a_worker_that_starts_while_ctrl_c_is_pressed_leaves_it_to_the_run(file: str) -> None:
+    """The terminal's signal reaches a process that has not yet left its group."""
+    ours, theirs = socket.socketpair()
+    program = (
+        "import os, signal; from tandem.rewards.worker import main\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        f"main({theirs.fileno()}, os.getppid())\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], pass_fds=[theirs.fileno()], stderr=subprocess.PIPE
+    )
+    theirs.close()
+    order = {"name": f"{file}:length", "memory_bytes": 0, "follows": False}
+    send(ours, json.dumps(order).encode())
+    assert receive(ours) == b"{}"
+    ours.close()
+    assert process.communicate(timeout=60)[1] == b""

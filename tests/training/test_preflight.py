@@ -12,7 +12,7 @@ import pytest
 from transformers import LlamaConfig, MptConfig
 
 from tandem.config.flags import parse_run_flags
-from tandem.config.load import build_config
+from tandem.config.load import build_config, check_config
 from tandem.config.schema import LoraConfig, ParallelConfig, RunConfig
 from tandem.errors import ConfigError, ModelError
 from tandem.parallel import watchdog
@@ -292,3 +292,44 @@ def test_a_small_model_at_the_default_rates_gets_a_note_with_rates_that_have_tau
     (tmp_path / "odd").mkdir()
     MptConfig().save_pretrained(tmp_path / "odd")  # counted by transformers, 6.6 billion
     assert rates_for_large_models(given, str(tmp_path / "odd"), str(tmp_path / "odd")) == []
+
+
+def test_a_bias_of_a_token_that_the_model_lacks_is_found_before_any_stage(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    config = tiny_config(tmp_path / "run", tiny_model, preferences)
+    rows = prepare_rows(config, tiny_model, tiny_model)
+    vocabulary = len(tiny_tokenizer())
+    for token, found in ((vocabulary - 1, nullcontext()), (vocabulary, pytest.raises(ConfigError))):
+        biased = replace(config, sampling=replace(config.sampling, logit_bias=(f"{token}:5",)))
+        with found as error:
+            check_rows(biased, rows, tiny_model, tiny_model)
+    assert f"tokens below the model's {vocabulary}; got {vocabulary}" in str(error.value)
+
+
+def test_a_system_prompt_that_no_template_can_place_is_refused() -> None:
+    values = {"dataset": {"chat_template": "none", "system_prompt": "Be brief."}}
+    with pytest.raises(ConfigError, match=r"system_prompt must be empty with dataset\.chat"):
+        check_config(build_config(values))
+
+
+def test_rows_that_a_template_rejects_say_why_once(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    rows = [json.loads(line) for line in Path(preferences).read_text().splitlines()]
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    rows += [{**row, "prompt": turns + turns[1:]} for row in rows[:1]]
+    rows += [
+        {**row, "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": f"{n}"}]}
+        for n, row in enumerate(rows[:40])
+    ]
+    data = tmp_path / "system.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    limits = {"chat_template": "none", "on_bad_row": "drop", "heldout": 0.4}
+    config = tiny_config(tmp_path / "run", tiny_model, str(data), dataset=limits)
+    account = prepare_rows(config, tiny_model, tiny_model).ledger.datasets["system"]
+    told = [reason for reason in account.dropped if "cannot take it; the first: " in reason]
+    assert len({reason.rpartition(" (")[0] for reason in told}) == 1
+    assert "chat template none" in told[0]
+    measured = sum(n for note, n in account.notes.items() if note.endswith("(measuring)"))
+    assert 0 < measured <= 41, "each held-out row once, in however many ways it is measured"
