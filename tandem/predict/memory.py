@@ -178,6 +178,7 @@ def kept_states(
         and not stage.compares_answers
         and ranks == 1
         and work.updates == work.passes
+        and work.steps != 1  # the first update of a process runs the actor
         and decodes_packed(config, models, device)
         and not config.lora.rank
         and keeps_states(models.policy, policy)

@@ -288,7 +288,7 @@ def ledger_lines(rows: StepRows) -> list[str]:
     for account in rows.ledger.datasets.values():
         used = ", ".join(f"{s} {account.used[s]}" for s in USES if account.used[s])
         read = counted(account.rows, "row")
-        line = f"data {account.name}: {read} = used {account.num_used} ({used})"
+        line = f"data {account.name}: {read} = used {account.num_used}{f' ({used})' * bool(used)}"
         for what, reasons in (
             ("unused", dict(account.unused)),
             ("dropped", {reason: d.count for reason, d in account.dropped.items()}),
