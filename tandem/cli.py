@@ -330,7 +330,7 @@ def _export(debug: bool, args: list[str]) -> int:
     parser.flag("--output DIR", "A new folder.", "", shown="required", required=True,
                 type=home_path)  # fmt: skip
     parser.flag("--stage NAME", f"Whose: {listed(stage_names())}.", shown="the unfinished one")
-    parser.flag("--step N", "After which step.", 0, shown="the newest checkpoint's")
+    parser.flag("--step N", "After which step.", -1, shown="the newest checkpoint's")
     options = parser.parse_args(flags)
     if wrong:
         raise ConfigError("; ".join(wrong))

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tandem.checkpoint.folder import MANIFEST
+from tandem.checkpoint.folder import MANIFEST, existing, read_manifest
 from tandem.checkpoint.state import (
     SavedState,
+    best_named_by,
     load_state_before,
     load_state_of,
     number_of,
@@ -23,12 +24,24 @@ from tandem.errors import CheckpointError, ConfigError
 from tandem.parallel.world import World
 from tandem.training.lineage import lineage_of
 from tandem.training.model_card import write_models
-from tandem.training.own_folder import CHECKPOINTS, COMMAND_FILE, config_of_run
+from tandem.training.own_folder import (
+    CHECKPOINTS,
+    COMMAND_FILE,
+    config_of_run,
+    run_around,
+)
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import prepared, tokenizer_sources
 from tandem.training.stage_data import prepare_rows
+from tandem.training.stage_loop import StageJob
 
+NEWEST = -1
+"""In place of a step: that of the newest checkpoint."""
+_EXPORTED = "exported"
+"""The fact in the manifest of an exported folder: from which run."""
 _BEYOND = 10**9
+_TRIES = 3
+"""A run that goes on may remove a checkpoint while it is read; the next one is taken."""
 
 
 def export(
@@ -36,7 +49,7 @@ def export(
     output: str,
     *,
     stage: str = "",
-    step: int = 0,
+    step: int = NEWEST,
     world: World | None = None,
     print_line: Callable[[str], None] = print,
 ) -> Path:
@@ -46,43 +59,61 @@ def export(
 
     Args:
         folder: the run's.
-        output: a folder that is not there yet, or one that this function wrote.
+        output: a folder that is not there yet or empty, or one that this function wrote.
         stage: its name; empty: the unfinished one.
-        step: whose checkpoint; 0: the newest.
+        step: whose checkpoint.
         world: the ranks that hold the models together. None: one process.
     Raises:
         CheckpointError: the folder is not a run's, or has no such checkpoint, or what the stage was
             made from has changed.
-        ConfigError: there is no such stage, or `output` is in the run's folder.
+        ConfigError: there is no such stage, or `output` is not such a folder.
     """
     config = config_of_run(folder)
     target = Path(output)
-    if target.resolve().is_relative_to(Path(folder).resolve()):
-        raise ConfigError(f"--output must be outside the run's folder {folder}; got {output}.")
-    if step < 0:
-        raise ConfigError(f"--step must be >= 1; got {step}.")
+    _require_target(target, output)
     stage = _stage_of(config, Path(folder), stage)
+    _require_step(Path(folder) / CHECKPOINTS / stage, step)
     run = Run(config, print_line, world, writes=False)
     commands = run.path / COMMAND_FILE
     run.command = commands.read_text("utf-8").rstrip().split("\n")[-1] if commands.exists() else ""
     rows = prepare_rows(config, *tokenizer_sources(run))
     run.note_data(rows)
-    state = _state(run, stage, step)
-    if changed := run.identity.changes(stage, state.numbers["made_from"]):
-        raise CheckpointError(
-            f"{run.checkpoints(stage)} was made with other knobs, rows or models than there are "
-            f"now; changed: {', '.join(changed)}. Put back what it was made from."
-        )
     job = prepared(stage, run, rows)
-    job.trainer.restore(state)
-    facts = {**job.complete(job.trainer.evaluate()), "steps": float(state.step)}
+    at = _restored(run, stage, step, job)
+    facts = {**job.complete(job.trainer.evaluate()), "steps": float(at)}
     *earlier, last = lineage_of(run, stage_of(stage))
     model = target / Path(last["model"]).relative_to(run.folder(stage))
-    title = f"{last['title']}, step {state.step} of {job.order.num_steps}"
+    title = f"{last['title']}, step {at} of {job.order.num_steps}"
     last |= {"model": str(model), "title": title, "titles": [*last["titles"][:-1], title]}
-    write_models(run, stage, target, job.save, facts, [*earlier, last])
+    if run.world.is_first and target.is_dir() and not any(target.iterdir()):
+        target.rmdir()
+    origin = {_EXPORTED: str(run.path)}
+    write_models(run, stage, target, job.save, facts, [*earlier, last], origin)
     run.print_line(f"{title}: saved in {model}")
     return model
+
+
+def _require_target(target: Path, given: str) -> None:
+    """Refuse a folder that holds anything but an earlier export, before anything is loaded.
+
+    Raises:
+        ConfigError: it does, or cannot be a folder.
+    """
+    must = "--output must be a new folder, an empty one or one that tandem export wrote"
+    if not given:
+        raise ConfigError(f"{must}; got nothing.")
+    if run := run_around(target):
+        raise ConfigError(f"--output must be outside of runs' folders; got {given}, in {run}.")
+    if not existing(target).is_dir():
+        raise ConfigError(f"{must}; got {given}, where a file is. Choose another.")
+    if not target.exists() or not any(target.iterdir()):
+        return
+    try:
+        is_ours = _EXPORTED in read_manifest(target).facts
+    except CheckpointError:
+        is_ours = False
+    if not is_ours:
+        raise ConfigError(f"{must}; got {given}, which holds other things. Choose another.")
 
 
 def _stage_of(config: RunConfig, folder: Path, stage: str) -> str:
@@ -108,16 +139,45 @@ def _stage_of(config: RunConfig, folder: Path, stage: str) -> str:
     return found
 
 
+def _require_step(checkpoints: Path, step: int) -> None:
+    """Refuse a step without a checkpoint."""
+    steps = sorted({number_of(path) for path in numbered(checkpoints)})
+    if step != NEWEST and step not in steps:
+        there = listed([str(number) for number in steps])
+        raise CheckpointError(
+            f"--step must be one whose checkpoint is in {checkpoints}: {there}; got {step}."
+        )
+
+
+def _restored(run: Run, stage: str, step: int, job: StageJob) -> int:
+    """Bring the stage's models to a checkpoint; returns its step."""
+    for left in reversed(range(_TRIES)):
+        state = _state(run, stage, step)
+        if changed := run.identity.changes(stage, state.numbers["made_from"]):
+            raise CheckpointError(
+                f"{run.checkpoints(stage)} was made with other knobs, rows or models than there "
+                f"are now; changed: {', '.join(changed)}. Put back what it was made from."
+            )
+        best = best_named_by(run.checkpoint(stage, state.step))
+        try:
+            job.trainer.restore(state)
+        except CheckpointError:
+            if step != NEWEST or not left:
+                raise
+            continue
+        if best is not None and best != state.step:
+            run.print_line(
+                f"note: the best evaluation so far is that of step {best} (keep_best); --step "
+                f"{best} takes its models"
+            )
+        return state.step
+    raise AssertionError("unreachable")
+
+
 def _state(run: Run, stage: str, step: int) -> SavedState:
     """The checkpoint, verified."""
     folder = run.checkpoints(stage)
-    steps = sorted({number_of(path) for path in numbered(folder)})
-    if step and step not in steps:
-        there = listed([str(number) for number in steps])
-        raise CheckpointError(
-            f"--step must be one whose checkpoint is in {folder}: {there}; got {step}."
-        )
-    if step:
+    if step != NEWEST:
         return load_state_of(folder, step, run.world)
     state, notes = load_state_before(folder, _BEYOND, run.world)
     for note in notes:

@@ -33,6 +33,15 @@ def config_of_run(folder: str) -> RunConfig:
     return replace(config, output_dir=folder)
 
 
+def run_around(path: Path) -> Path | None:
+    """The run's folder that a path is, or is in; None if there is none."""
+    path = path.resolve()
+    for outer in (path, *path.parents):
+        if (outer / COMMAND_FILE).exists() and (outer / "config.yaml").exists():
+            return outer
+    return None
+
+
 def require_run_folder(path: Path) -> None:
     """Refuse a folder that is not a run's, before anything is written there.
 
@@ -42,12 +51,11 @@ def require_run_folder(path: Path) -> None:
     """
     if (path / COMMAND_FILE).exists():
         return
-    for outer in path.resolve().parents:
-        if (outer / COMMAND_FILE).exists() and (outer / "config.yaml").exists():
-            raise CheckpointError(
-                f"--output-dir must not be inside another run's folder; got {path}, which "
-                f"is inside {outer}. Give {outer} to continue that run, or another folder."
-            )
+    if outer := run_around(path.resolve().parent):
+        raise CheckpointError(
+            f"--output-dir must not be inside another run's folder; got {path}, which "
+            f"is inside {outer}. Give {outer} to continue that run, or another folder."
+        )
     if not path.is_dir():
         return
     # Before the run, the launcher writes the ranks' logs there and the demo its base model.

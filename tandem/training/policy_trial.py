@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from itertools import cycle, islice
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tandem.config.schema import RLConfig
+from tandem.config.schema import RLConfig, SamplingConfig
 from tandem.errors import ConfigError
 from tandem.parallel.world import World
 from tandem.training.experience import ScoredAnswers, require_advantages
@@ -25,14 +26,25 @@ if TYPE_CHECKING:
     from tandem.training.algorithm import AdvantagesOf
 
 
+class _Metrics(dict[str, float]):
+    """Figures of a rollout that was not made: any that are asked for, as there are more with every
+    reward."""
+
+    def __missing__(self, name: str) -> float:
+        return 0.0
+
+
 def check_policy_functions(
-    rl: RLConfig, section: str, prompts: Sequence[PromptRow], samples: int, world: World
+    rl: RLConfig,
+    section: str,
+    prompts: Sequence[PromptRow],
+    sampling: SamplingConfig,
+    world: World,
 ) -> None:
     """Try the functions that a section names, on every rank.
 
     Args:
         prompts: what the run draws its prompts from.
-        samples: answers to each.
     Raises:
         ConfigError: on every rank, one of them cannot be used on some.
     """
@@ -40,7 +52,8 @@ def check_policy_functions(
     try:
         advantages = named_advantages(rl, section)
         if advantages is not None and prompts:
-            made = _made_up(prompts[:2], samples, rl)
+            drawn = list(islice(cycle(prompts), rl.prompts_per_step))
+            made = _made_up(drawn, rl, sampling)
             try_advantages(
                 advantages, f"{section}.advantage_function {rl.advantage_function}", made
             )
@@ -64,13 +77,13 @@ def try_advantages(advantages_of: AdvantagesOf, name: str, made: Experience) -> 
     of_experience = [getattr(made, field.name) for field in fields(made)]
     of_batch = [made.batch.token_ids, made.batch.attention_mask, made.batch.response_mask]
     tensors = [part for part in (*of_experience, *of_batch) if isinstance(part, Tensor)]
-    before = [tensor.clone() for tensor in tensors]
+    before, figures = [tensor.clone() for tensor in tensors], dict(made.metrics)
     try:
         require_advantages(advantages_of(made), made)
     # Whatever a user's function does is told to them in one line.
     except Exception as error:
         raise ConfigError(
-            f"{name} could not be used on {len(made)} made-up answers to the data's first prompts: "
+            f"{name} could not be used on {len(made)} made-up answers to the data's prompts: "
             f"{told(error)}"
         ) from error
     if any(not torch.equal(a, b) for a, b in zip(tensors, before, strict=True)):
@@ -78,13 +91,19 @@ def try_advantages(advantages_of: AdvantagesOf, name: str, made: Experience) -> 
             f"{name} must leave the experience as it is, which the update reads; it changed a "
             "tensor in place. Write x = x * y for x *= y."
         )
+    if dict(made.metrics) != figures:
+        raise ConfigError(
+            f"{name} must leave the experience as it is; it changed its metrics, whose names and "
+            "units are fixed. A callback can log figures of your own."
+        )
 
 
-def _made_up(prompts: Sequence[PromptRow], samples: int, rl: RLConfig) -> Experience:
-    """Answers of one to four tokens, no two alike in score, that nobody wrote: `samples` to each of
-    the prompts."""
+def _made_up(prompts: Sequence[PromptRow], rl: RLConfig, sampling: SamplingConfig) -> Experience:
+    """A rollout that nobody made: every fourth answer cut off, the others of one to three tokens,
+    and no two alike in score."""
+    samples, longest = sampling.samples_per_prompt, sampling.max_new_tokens
     asked = [prompt for prompt in prompts for _ in range(samples)]
-    lengths = [1 + (3 - place) % 4 for place in range(len(asked))]
+    lengths = [min(place % 4 or longest, longest) for place in range(len(asked))]
     rows = [
         TokenRow((*p.token_ids, *[p.token_ids[-1]] * n), (False,) * len(p) + (True,) * n, p.source)
         for p, n in zip(asked, lengths, strict=True)
@@ -101,9 +120,8 @@ def _made_up(prompts: Sequence[PromptRow], samples: int, rl: RLConfig) -> Experi
     rewards = drawn(-0.02, 0.01) + last * scores[:, None]
     group = torch.arange(len(prompts)).repeat_interleave(samples)
     finished = torch.arange(len(asked)) % 4 != 0
-    rollout = Rollout(
-        batch, logprobs, logprobs, drawn(2.0), finished, tuple(asked), ("",) * len(asked), group
-    )
+    said = tuple(" ".join(["yes"] * length) for length in lengths)
+    rollout = Rollout(batch, logprobs, logprobs, drawn(2.0), finished, tuple(asked), said, group)
     absent = torch.full_like(scores, torch.nan)
     scored = ScoredAnswers(
         scores=scores,
@@ -124,7 +142,7 @@ def _made_up(prompts: Sequence[PromptRow], samples: int, rl: RLConfig) -> Experi
         scores=scores,
         group=group,
         rollout=rollout,
-        metrics={**scored.metrics(rollout), "kl_coef": rl.kl_coef},
+        metrics=_Metrics({**scored.metrics(rollout), "kl_coef": rl.kl_coef}),
     )
     if rl.has_reference:
         made = replace(made, ref_logprobs=drawn(-3.0, -0.1))

@@ -7,7 +7,7 @@ from collections.abc import Sequence, Sized
 from operator import attrgetter
 
 from tandem.config.engine import engine_settings
-from tandem.config.rules import selecting
+from tandem.config.rules import has_reference, selecting
 from tandem.config.schema import RunConfig, minibatch_size, rl_section
 from tandem.config.stages import in_order, leaving, of_family, rl_stage
 from tandem.data.causes import why_none
@@ -57,6 +57,7 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
     longest = max(map(len, rows.prompts), default=0)
     if scores or rl:
         problems += answers_too_long(longest, longest_answer, limit)
+    problems += _beyond_the_reference(config, rows, longest + longest_answer)
     border = _rope_border(policy, config)
     shortest = min(map(len, [*rows.prompts, *rows.heldout_prompts]), default=0)
     if rl and border is not None and shortest <= border < longest + longest_answer:
@@ -73,6 +74,28 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
     problems += _unknown_biases(config, policy)
     if problems:
         raise ConfigError("; ".join(problems))
+
+
+def _beyond_the_reference(config: RunConfig, rows: StepRows, longest: int) -> list[str]:
+    """What keeps rows from fitting the positions of a reference that is another model.
+
+    Args:
+        longest: tokens of the longest prompt and answer.
+    """
+    if not config.reference_model:
+        return []
+    limit, problems = positions(config.reference_model, config), []
+    for stage in in_order(config.stages):
+        if limit is None or not has_reference(config, stage):
+            continue
+        found = longest if stage.family == "rl" else max(map(len, rows.of(stage)), default=0)
+        if found > limit:
+            problems.append(
+                f"sequences of stage {stage.name} must fit the reference model's {limit} "
+                f"positions; got up to {found} tokens. Lower dataset.max_tokens, "
+                "dataset.max_prompt_tokens or sampling.max_new_tokens"
+            )
+    return problems
 
 
 def _unknown_biases(config: RunConfig, policy: str) -> list[str]:

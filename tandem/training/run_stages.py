@@ -209,8 +209,8 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
         run.require_continuable(unfinished[0])
         if of_family(unfinished, "rl"):
             rl = rl_section(config)
-            section, samples = rl_stage(config.stages).section, config.sampling.samples_per_prompt
-            check_policy_functions(rl, section, rows.prompts, samples, run.world)
+            section = rl_stage(config.stages).section
+            check_policy_functions(rl, section, rows.prompts, config.sampling, run.world)
             check_rewards(rl.reward_function, config, rows, run.world, print_line)
         to_come = replace(config, stages=tuple(unfinished))
         for line in idle_ranks(to_come, run.world):

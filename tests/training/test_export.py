@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ import pytest
 from safetensors.torch import load_file
 
 from tandem.checkpoint.beside import verify_beside
+from tandem.checkpoint.state import SavedState
 from tandem.cli import main
 from tandem.errors import CheckpointError, ConfigError
 from tandem.training.export import export
 from tandem.training.lineage import recorded
 from tandem.training.run_folder import Run
+from tandem.training.supervised import SupervisedTrainer
 from tests.tiny import tiny_config
 from tests.training.runs import StopError, ran
 from tests.training.test_replay import contents
@@ -84,8 +87,23 @@ def test_any_checkpoint_that_is_kept_can_be_taken(
         assert weight.equal(saved[name].view_as(weight)), name
     assert main(["export", str(run), "--output", str(out), "--step", str(number + 9)]) == 2
     assert f": {number} or {number + 1}; got {number + 9}" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="--output must be outside the run's folder"):
-        export(str(run), str(run / "sft"))
+    assert main(["export", str(run), "--output", str(out)]) == 0, "an export may be replaced"
+    another = tmp_path / "another"
+    ran(tiny_config(another, tiny_model, preferences, stages=["sft"]))
+    before = contents(another)
+    for inside in (run / "sft", another / "sft", another / "deep" / "er"):
+        with pytest.raises(ConfigError, match="--output must be outside of runs' folders; got"):
+            export(str(run), str(inside))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    for place in ("full", "full/notes.txt", "full/notes.txt/x"):
+        with pytest.raises(ConfigError, match="must be a new folder, an empty one or one that tan"):
+            export(str(run), str(tmp_path / place))
+    with pytest.raises(ConfigError, match="got nothing"):
+        export(str(run), "")
+    assert contents(another) == before
+    (tmp_path / "empty").mkdir()
+    assert export(str(run), str(tmp_path / "empty")) == tmp_path / "empty"
     with pytest.raises(ConfigError, match=r"--stage must be sft, the run's stages; got 'ppo'"):
         export(str(run), str(out), stage="ppo")
     for newest in (steps[1], steps[0]):
@@ -93,6 +111,43 @@ def test_any_checkpoint_that_is_kept_can_be_taken(
         weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     with pytest.raises(CheckpointError, match="must have a checkpoint that is whole; got none"):
         export(str(run), str(tmp_path / "other"), print_line=lambda line: None)
+
+
+def test_a_run_that_goes_on_meanwhile_has_a_newer_one(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, stages=["sft"])
+    run = stopped_before_the_end_of("sft", replace(config, save_every=1, keep_checkpoints=3))
+    first, *_, last = sorted((run / "checkpoints" / "sft").glob("step-*"))
+    last.rename(tmp_path / "to come")
+    restore = SupervisedTrainer.restore
+
+    def going_on(self: SupervisedTrainer[Any], state: SavedState) -> None:
+        if not last.exists():
+            (tmp_path / "to come").rename(last)
+            for gone in (run / "checkpoints" / "sft").glob("step-*"):
+                if gone != last:
+                    shutil.rmtree(gone)
+        restore(self, state)
+
+    monkeypatch.setattr(SupervisedTrainer, "restore", going_on)
+    lines: list[str] = []
+    export(str(run), str(tmp_path / "out"), print_line=lines.append)
+    assert f"step {int(last.name.removeprefix('step-'))} of" in lines[-1]
+    assert not first.exists()
+
+
+def test_the_best_evaluation_is_named(tmp_path: Path, tiny_model: str, preferences: str) -> None:
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, stages=["sft"], sft__keep_best=True,
+        sft__eval_every=1, sft__learning_rate=1.0, sft__warmup=0.0,
+    )  # fmt: skip
+    run = stopped_before_the_end_of("sft", replace(config, save_every=1))
+    lines: list[str] = []
+    export(str(run), str(tmp_path / "out"), print_line=lines.append)
+    assert any("the best evaluation so far is that of step 0" in line for line in lines)
+    export(str(run), str(tmp_path / "best"), step=0, print_line=lines.append)
+    assert "step 0 of" in lines[-1]
 
 
 def test_a_run_without_such_a_stage_is_told(

@@ -53,6 +53,21 @@ def above_the_mean(made):
     advantages = (made.scores - made.metrics["reward"])[:, None] * mask
     return advantages - made.metrics["kl_coef"] * mask, made.rewards
 
+def by_group(made):
+    table = made.scores.view(-1, 2)
+    best = (made.scores == table.max(1).values.repeat_interleave(2)).float()
+    words = torch.tensor([1 / len(text.split()) for text in made.rollout.responses])
+    assert bool(words.isfinite().all())
+    assert len({made.rollout.prompts[i].source.line for i in range(0, len(made), 2)}) > 2
+    made.metrics["reward_mean/starts_early"]
+    lengths = made.batch.response_mask.sum(1)
+    assert bool((lengths[~made.rollout.finished] == 12).all())
+    return (best + words)[:, None] * made.batch.response_mask, None
+
+def logs(made):
+    made.metrics["mine"] = 1.0
+    return made.rewards, made.rewards
+
 def two(made, other):
     return made.rewards, None
 
@@ -124,7 +139,11 @@ def test_functions_that_say_what_the_knobs_say_give_the_same_weights(
         ({"advantage_function": "FILE:per_answer"}, r"made-up answers.*must be a pair.*got torch"),
         ({"advantage_function": "FILE:group_mean"}, r"made-up.*must be a pair.*the critic's ret"),
         ({"advantage_function": "FILE:takes_the_mean"}, "must leave the experience as it is"),
-        ({"advantage_function": "FILE:by_level"}, "could not be used on 2 made-up.*KeyError: 'lev"),
+        (
+            {"advantage_function": "FILE:logs"},
+            "must leave the experience.*; it changed its m",
+        ),
+        ({"advantage_function": "FILE:by_level"}, "could not be used on 8 made-up.*KeyError: 'lev"),
     ],
 )
 def test_a_function_of_no_use_is_refused_before_any_stage(
@@ -215,3 +234,13 @@ def test_the_trial_has_the_figures_that_a_rollout_has(
     more |= {"ppo__advantage_function": f"{functions}:above_the_mean"}
     run = tiny_config(tmp_path / "run", tiny_model, preferences, stages=["ppo"], **more)
     assert (ran(run) / "ppo" / "actor").is_dir()
+
+
+def test_the_trial_looks_like_a_rollout_of_the_run(
+    functions: Path, tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    more = {"grpo__reward_function": REWARD, "grpo__steps": 1, "sampling__max_new_tokens": 12}
+    more |= {"grpo__advantage_function": f"{functions}:by_group"}
+    more |= {"sampling__samples_per_prompt": 2}
+    run = tiny_config(tmp_path / "run", tiny_model, preferences, stages=["grpo"], **more)
+    assert (ran(run) / "grpo" / "actor").is_dir()

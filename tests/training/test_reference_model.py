@@ -107,6 +107,27 @@ def test_one_that_is_of_no_use_is_refused(
     assert not (tmp_path / "run").exists(), "no stage has run before"
 
 
+def test_one_with_too_few_positions_is_refused(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    short = save_tiny_model(tmp_path / "short")
+    settings = Path(short) / "config.json"
+    settings.write_text(
+        settings.read_text().replace(
+            '"max_position_embeddings": 256', '"max_position_embeddings": 20'
+        )
+    )
+    for stage in ("dpo", "ppo"):
+        config = tiny_config(
+            tmp_path / "run", tiny_model, preferences, stages=[stage], reference_model=short,
+            ppo__reward_function=REWARD,
+        )  # fmt: skip
+        with pytest.raises(
+            ConfigError, match=f"of stage {stage} must fit the reference model's 20"
+        ):
+            ran(config)
+
+
 def test_another_reference_is_another_run(
     tmp_path: Path, tiny_model: str, another: str, preferences: str
 ) -> None:
