@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
+from typing import Any, Literal
 
 from tandem.config.dataset import DataConfig
-from tandem.config.stages import DEFAULT, leaving
+from tandem.config.stages import DEFAULT, in_order, leaving
 from tandem.data.assign import (
     Dataset,
     ReadRow,
@@ -45,6 +47,8 @@ _HOPELESS = 100_000
 """Rows of a data set after which reading stops if none can be used: 2 seconds."""
 
 
+DependsOn = Literal["all", "unlabelled", ""]
+"""Which rows' grades a run depends on."""
 _CONTRADICTS = "the answers of an earlier pair the other way round"
 
 
@@ -87,8 +91,14 @@ def load_data(
     """
     split = Split(config.split or shares_among(stages), 0.0 if eval_data else config.heldout)
     ledger = Ledger()
-    found = read_all(config, data, sft_data, ledger, eval_data=eval_data, seed=seed, read=read)
-    lowest = config.lowest_imitated(scores=bool(leaving(stages, "reward model")))
+    scores = bool(leaving(stages, "reward model"))
+    lowest = config.lowest_imitated(scores=scores)
+    compares = any(stage.share == "pairs" for stage in in_order(stages))
+    depends: DependsOn = "unlabelled" if compares or lowest != -inf else ""
+    depends = "all" if scores else depends
+    found = read_all(
+        config, data, sft_data, ledger, eval_data=eval_data, seed=seed, grades=depends, read=read
+    )
     return assign(found, split, ledger, seed=seed, stages=stages, grades=grades, lowest=lowest)
 
 
@@ -114,8 +124,10 @@ def load_text(
     split = Split(DEFAULT_SHARES, config.heldout)
     ledger = ledger if ledger is not None else Ledger()
     text = TextData([], [], ledger)
-    rows = read_all(config, specs, (), ledger, seed=seed, read=read)
-    lowest = lowest_imitated((row.sample for row in rows), config.lowest_imitated(scores=scores))
+    asked = config.lowest_imitated(scores=scores)
+    depends: DependsOn = "" if asked == -inf else "unlabelled"
+    rows = read_all(config, specs, (), ledger, seed=seed, grades=depends, read=read)
+    lowest = lowest_imitated((row.sample for row in rows), asked)
     for row in rows:
         account = ledger.datasets[row.spec.name]
         if row.sample.label is False:
@@ -144,10 +156,13 @@ def read_all(
     *,
     eval_data: Sequence[str] = (),
     seed: int,
+    grades: DependsOn = "",
     read: Read = read_rows,
 ) -> list[ReadRow]:
     """Every usable row of all data sets, in order; others are in the ledger, or raise.
 
+    Args:
+        grades: which of them are part of the fingerprint.
     Raises:
         ConfigError, DataError: as `load_data`.
     """
@@ -166,6 +181,7 @@ def read_all(
     seen: set[bytes] = set()
     openings: set[bytes] = set()
     found: set[str] = set()
+    graded_by: dict[str, str] = {}  # a data set's first column of grades
     rows = []
     for number, spec in enumerate(specs):
         spec = replace(spec, name=_free_name(spec.name, ledger))
@@ -177,15 +193,9 @@ def read_all(
             account.notes.update(shaped.notes)
             account.unread.update(shaped.unread)
             sample = _with_system(shaped.sample, config.system_prompt)
+            sample = _of_one_column(sample, shaped.grade_column, account, graded_by)
             content = content_key(sample)
-            digest.update(content)
-            digest.update(repr(sample.columns).encode(errors="surrogatepass"))
-            if sample.label is not None or sample.ranking:
-                digest.update(repr((sample.label, sample.ranking)).encode(errors="surrogatepass"))
-            if sample.grade is not None:
-                digest.update(repr(sample.grade).encode())
-            if unlearned := [i for i, turn in enumerate(sample.prompt) if not turn.learned]:
-                digest.update(repr(unlearned).encode())
+            _enter(sample, content, grades, digest)
             account.duplicates += content in seen
             key = split_key(sample, seed)
             # Few rows begin as an earlier one does; the others need no second key.
@@ -260,6 +270,36 @@ def _refuse(row: BadRow, config: DataConfig, account: DatasetLedger) -> None:
             f"{_HOPELESS:,}. {visible(str(row.source))}: {row.reason}; found {row.found}. "
             f"{row.advice or 'Give the file that holds the data.'}"
         )
+
+
+def _of_one_column(
+    sample: Sample, column: str, account: DatasetLedger, graded_by: dict[str, str]
+) -> Sample:
+    """The sample, without its grade if the data set's first grade is in another column.
+
+    Args:
+        graded_by: the first column by data set, kept here.
+    """
+    if sample.grade is None:
+        return sample
+    first = graded_by.setdefault(account.name, column)
+    if column == first:
+        return sample
+    note = f"graded in column {column}, and rows before in {first}: not read as a grade"
+    account.notes[note] += 1
+    return replace(sample, grade=None)
+
+
+def _enter(sample: Sample, content: bytes, grades: DependsOn, digest: Any) -> None:
+    """Add what the run depends on in a sample to the data set's digest."""
+    digest.update(content)
+    digest.update(repr(sample.columns).encode(errors="surrogatepass"))
+    if sample.label is not None or sample.ranking:
+        digest.update(repr((sample.label, sample.ranking)).encode(errors="surrogatepass"))
+    if sample.grade is not None and (grades == "all" or (grades and sample.label is None)):
+        digest.update(repr(sample.grade).encode())
+    if unlearned := [i for i, turn in enumerate(sample.prompt) if not turn.learned]:
+        digest.update(repr(unlearned).encode())
 
 
 def _free_name(name: str, ledger: Ledger) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, isfinite
+from math import inf
 from typing import Any, Literal
 
 from tandem.data.excerpt import describe
@@ -24,6 +24,9 @@ COLUMNS = ("score", "rating", "stars", "overall_score", "helpfulness")
 ALONE = "graded or labelled, and no other answer to its prompt"
 TIED = "graded or labelled, and all answers to its prompt have the same grade"
 UNREAD_GRADE = "with a {} that is no finite number, not read as a grade"
+_MOST = 1e30
+"""Squares and sums of such grades are finite."""
+_OF_A_PAIR = "with a grade beside two answers, not read"
 _SEVERAL = "{} may each be the grade, so none is: map one to grade"
 
 
@@ -35,7 +38,7 @@ def number_of(value: Any) -> float | None:
         number = float(value)
     except (ValueError, OverflowError):
         return None
-    return number if isfinite(number) else None
+    return number if abs(number) <= _MOST else None
 
 
 def grade_columns(row: Mapping[str, Any]) -> list[str]:
@@ -62,8 +65,8 @@ def read_grade(row: Mapping[str, Any], sample: Sample, columns: Mapping[str, str
     Raises:
         RowProblem: what was mapped to `grade` is no finite number.
     """
-    if sample.chosen is None and sample.rejected is None:
-        return Graded()
+    if (sample.chosen is None) == (sample.rejected is None):
+        return Graded(note=_OF_A_PAIR if sample.chosen is not None and row.get("grade") else "")
     found = ["grade"] if row.get("grade") not in (None, "") or "grade" in columns else []
     found = found or ([] if columns else grade_columns(row))
     if len(found) != 1:

@@ -277,11 +277,12 @@ def prompt_only(row: Row, source: Source) -> Sample:
 
 # What a row may say about its only answer.
 _ANSWER = ("label", "grade")
+_PAIR = ("system", "margin")
 
 # The first that fits is used: the most specific columns come first.
 SHAPES = (
-    Shape("preference", ("prompt", "chosen"), ("rejected", "system", "margin"), preference),
-    Shape("dialog preference", ("chosen", "rejected"), ("system", "margin"), dialog_preference),
+    Shape("preference", ("prompt", "chosen"), (*_PAIR, "rejected", "grade"), preference),
+    Shape("dialog preference", ("chosen", "rejected"), _PAIR, dialog_preference),
     Shape("completion", ("prompt", "completion"), ("system", *_ANSWER), prompt_completion),
     Shape("messages", ("messages",), ("system", *_ANSWER), messages),
     Shape("sharegpt", ("conversations",), ("system", *_ANSWER), sharegpt),

@@ -226,7 +226,7 @@ def _tokens_of(model: PreTrainedModel, config: dict[str, Any], folder: str) -> d
     embedding alone. A tied head, which PEFT may name too, is left out."""
     given = config.get(_TOKENS) or {}
     matrices = matrices_of(model)
-    if isinstance(given, list):
+    if not isinstance(given, dict):  # a list, or what is refused below
         given = {matrices[0]: given}
     found: dict[str, list[int]] = {}
     head = model.get_output_embeddings()

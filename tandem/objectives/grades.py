@@ -26,11 +26,13 @@ class Scale:
 
 
 def scale_of(grades: Tensor) -> Scale | None:
-    """Mean and standard deviation (of the population) of (B,) grades; None if they do not vary."""
+    """Mean and standard deviation (of the population) of (B,) grades; None if they do not vary, or
+    by less than a float32 number can tell."""
     if len(grades) == 0 or float(grades.min()) == float(grades.max()):
         return None
     exact = grades.double()
-    return Scale(float(exact.mean()), float(exact.std(correction=0)))
+    mean, std = float(exact.mean()), float(exact.std(correction=0))
+    return Scale(mean, std) if std > max(1e-30, 1e-7 * abs(mean)) else None
 
 
 def grade_loss(scores: Tensor, grades: Tensor) -> Tensor:

@@ -127,15 +127,14 @@ def heldout_grade_metrics(scorer: RewardScorer, rows: Sequence[GradedRow]) -> di
 
 
 def standardized_grades(rows: Sequence[GradedRow], scales: Mapping[str, Scale]) -> Tensor:
-    """(B,) float32: grades on the scale of their data set, or on the only one that there is. Those
-    of another data set are put on their own: data sets are never compared in raw grades."""
+    """(B,) float32: grades on the scale of their data set. Those of one that was not learned from
+    are put on their own: data sets are never compared in raw grades."""
     names = [row.answer.source.dataset for row in rows]
     grades = torch.tensor([row.grade for row in rows], dtype=torch.float64)
     standard = torch.zeros(len(rows))
-    only = next(iter(scales.values())) if len(scales) == 1 else None
     for name in dict.fromkeys(names):
         chosen = torch.tensor([other == name for other in names])
-        scale = scales.get(name, only) or scale_of(grades[chosen])
+        scale = scales.get(name) or scale_of(grades[chosen])
         if scale is not None:
             standard[chosen] = scale.standardized(grades[chosen])
     return standard

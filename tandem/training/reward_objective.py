@@ -45,8 +45,8 @@ def scales_of(rows: Sequence[Judged]) -> dict[str, Scale]:
         if scale is None:
             raise DataError(
                 f"data set {visible(name)} must have different grades for stage reward to learn; "
-                f"got {found[0]:g} for all of its {len(found)} answers. Remove it, or give more "
-                "data."
+                f"got {min(found):g} to {max(found):g} for its {len(found)} answers. Remove it, or "
+                "give more data."
             )
         scales[name] = scale
     return scales

@@ -87,7 +87,8 @@ class StepRows:
             rewards = stage.leaves == "reward model"
             if rewards and self.grades == "regression" and self.heldout_graded:
                 return self.heldout_graded
-            return self.heldout_pairs if rewards else self.heldout_dpo_pairs
+            of_pairs = self.heldout_pairs or self.heldout_graded
+            return of_pairs if rewards else self.heldout_dpo_pairs
         return self.heldout_sft if stage.share == "texts" else self.heldout_prompts
 
 
@@ -171,8 +172,10 @@ def prepare_rows(config: RunConfig, policy: str, reward: str, *, shuffle: bool =
         heldout_dpo_pairs=render.pairs(heldout_pairs, renderer, None, room)
         if "policy" in readers
         else [],
-        labelled=render.labelled(data.pairs, renderer, "pairs") if "labels" in readers else [],
-        heldout_labelled=render.labelled(data.heldout, renderer, None, room)
+        labelled=render.labelled(rankings_of(data.pairs), renderer, "pairs")
+        if "labels" in readers
+        else [],
+        heldout_labelled=render.labelled(rankings_of(data.heldout), renderer, None, room)
         if "labels" in readers
         else [],
         prompts=shuffled(prompts, config.seed) if shuffle else prompts,

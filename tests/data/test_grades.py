@@ -240,3 +240,43 @@ def test_the_lowest_imitated_grade_is_a_number_or_a_word(
     assert "The reward model would learn them as pairs of one prompt's answers; --grades" in out
     assert "a was read as: completion with grade=score (24)" in out
     assert "grade: 0" in out
+
+
+def test_one_column_of_grades_per_data_set(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Q{i // 2}?", "completion": f"a{i}", "score": 80 + i % 5} for i in range(8)]
+    rows += [{"prompt": f"Q{i // 2}?", "completion": f"b{i}", "rating": i % 5} for i in range(8)]
+    found = loaded(written(tmp_path / "mixed.jsonl", rows), ["reward"])
+    assert min(grade for sample in found.pairs for grade in sample.grades) >= 80
+    (account,) = found.ledger.datasets.values()
+    told = "graded in column rating, and rows before in score: not read as a grade"
+    assert account.notes[told] == 8
+
+
+def test_a_fingerprint_has_the_grades_that_the_run_depends_on(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Q{i}?", "completion": "a", "score": i} for i in range(6)]
+    path = written(tmp_path / "a.jsonl", rows)
+
+    def fingerprint(*stages: str, min_grade: str = "auto") -> str:
+        found = loaded(path, list(stages), config={"min_grade": min_grade})
+        (account,) = found.ledger.datasets.values()
+        return account.fingerprint
+
+    plain = fingerprint("sft")  # as before grades were read
+    assert plain == fingerprint("ppo") == fingerprint("sft", min_grade="none")
+    depending = fingerprint("sft", min_grade="mean")
+    assert depending != plain
+    assert depending == fingerprint("reward") == fingerprint("dpo") == fingerprint("sft", "reward")
+
+
+def test_grades_beside_other_shapes_and_beyond_all_sizes(tmp_path: Path) -> None:
+    rows = [{"prompt": "Q?", "chosen": f"a{i}", "score": i} for i in range(3)]
+    (sample,) = loaded(written(tmp_path / "a.jsonl", rows), ["reward"]).pairs
+    assert sample.grades == (2.0, 1.0, 0.0)
+    pair = [{"prompt": "Q?", "chosen": "a", "rejected": "b", "grade": 3}]
+    found = loaded(written(tmp_path / "b.jsonl", pair), ["reward"])
+    (account,) = found.ledger.datasets.values()
+    assert account.notes["with a grade beside two answers, not read"] == 1
+    huge = [{"prompt": "Q?", "completion": f"a{i}", "grade": 10.0 ** (300 + i)} for i in range(3)]
+    found = loaded(written(tmp_path / "c.jsonl", huge), ["reward"])
+    (account,) = found.ledger.datasets.values()
+    assert account.notes["with a grade that is no finite number, not read as a grade"] == 3

@@ -15,6 +15,7 @@ import torch
 from tandem.cli import main
 from tandem.config.load import check_config
 from tandem.config.schema import RunConfig
+from tandem.config.stages import stage_of
 from tandem.errors import DataError
 from tandem.models.scalar import grade_scales, load_scalar_model, set_grade_scales
 from tandem.objectives.grades import Scale
@@ -232,7 +233,7 @@ def test_grades_that_do_not_vary_are_refused(tmp_path: Path, tiny_model: str) ->
     rows = [{"prompt": f"Q{i}?", "completion": "a", "score": 3} for i in range(20)]
     path = tmp_path / "same.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    told = "data set same must have different grades for stage reward to learn; got 3 for all of"
+    told = "data set same must have different grades for stage reward to learn; got 3 to 3 for its"
     with pytest.raises(DataError, match=told):
         ran(config_of(tmp_path / "run", tiny_model, str(path)))
 
@@ -265,11 +266,23 @@ def test_held_out_grades_are_measured_per_data_set_on_known_scales() -> None:
     assert found["heldout_grade_correlation/b"] == pytest.approx(-1.0)
     assert found["heldout_grade_correlation"] == pytest.approx(0.0, abs=1e-6)
     assert not any("explained" in name for name in found)
-    # The only scale is that of any data set, so that a file to evaluate on may have another name.
     only = {"a": Scale(2.0, 1.0)}
-    assert standardized_grades(rows, only).tolist() == [-1, 0, 1, 28, 18, 8]
-    both = {**only, "c": Scale(0.0, 1.0)}
-    of_their_own = standardized_grades(rows, both)[3:]
-    assert of_their_own.tolist() == pytest.approx([1.5**0.5, 0.0, -(1.5**0.5)])
+    standard = standardized_grades(rows, only).tolist()
+    assert standard[:3] == [-1, 0, 1]
+    assert standard[3:] == pytest.approx([1.5**0.5, 0.0, -(1.5**0.5)]), "its scale may be another"
     assert grade_metrics(scores[:3], rows[:3], only)["heldout_grade_explained"] == 1.0
     assert grade_metrics(torch.zeros(0), [], only) == {}
+
+
+def test_kto_and_notes_know_graded_answers(tmp_path: Path, tiny_model: str, rated: str) -> None:
+    for stages in (["kto"], ["reward", "kto"]):
+        config = config_of(
+            tmp_path, tiny_model, rated, stages=stages, dataset__heldout=0.3,
+            reward__grades="regression",
+        )  # fmt: skip
+        rows = prepare_rows(config, tiny_model, tiny_model)
+        assert {row.is_desirable for row in rows.labelled} == {True, False}
+        assert {row.is_desirable for row in rows.heldout_labelled} == {True, False}
+    pairs = replace(config, stages=("reward",))
+    rows = prepare_rows(pairs, tiny_model, tiny_model)
+    assert replace(rows, grades="pairs", heldout_pairs=[]).heldout_of(stage_of("reward"))
