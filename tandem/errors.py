@@ -74,4 +74,10 @@ class Stopped(BaseException):
     def __init__(self, number: int, where: str) -> None:
         """number: the signal's. where: how far it got, "after ppo step 12, which is saved"."""
         super().__init__(f"stopped by {signal.Signals(number).name} {where}")
+        self.number, self.where = number, where
         self.exit_code = 128 + number
+
+
+class StoppedWaiting(Stopped):
+    """The same on the one rank that waits for something while the others wait for it, so that it
+    must tell them."""

@@ -19,6 +19,24 @@ STOPPING = tuple(
 (`--signal=B:USR1@120`)."""
 
 
+_asked = 0
+
+
+def note_stop(number: int) -> None:
+    """Keep for `stop_asked` that this signal came; 0: none."""
+    global _asked
+    _asked = number
+
+
+def stop_asked() -> int:
+    """The signal after which what is running may be finished; 0 for none.
+
+    Signals are the process's own, so one number is enough for all that is in it. A wait for
+    something that may never come must end then.
+    """
+    return _asked
+
+
 @contextmanager
 def handling(
     handler: Callable[[int, FrameType | None], None], signals: Sequence[signal.Signals] = STOPPING

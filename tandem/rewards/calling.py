@@ -133,13 +133,14 @@ def _outcome(value: Any) -> Outcome:
     number: Any = value.item() if hasattr(value, "item") else value
     if number is None:
         return Outcome(None)
-    if not _is_reward(number):
+    if not is_reward(number):
         message = f"must return finite numbers within {MOST:g} or None; got {_shown(value)}"
         return Outcome(None, "result", message)
     return Outcome(float(number))
 
 
-def _is_reward(value: Any) -> bool:
+def is_reward(value: Any) -> bool:
+    """Whether it is a finite number that is not too large."""
     try:
         return (
             isinstance(value, numbers.Real)

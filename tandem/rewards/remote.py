@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import re
 import socket
@@ -18,21 +19,27 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from http.client import HTTPException, responses
-from typing import IO, Any
+from http.client import HTTPException, HTTPResponse, IncompleteRead, responses
+from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from urllib.request import Request
 
-from tandem.errors import ConfigError
-from tandem.rewards.calling import CallError
-from tandem.text import one_line, visible
+from tandem.errors import ConfigError, StoppedWaiting
+from tandem.rewards.calling import CallError, is_reward
+from tandem.rewards.connection import Connection
+from tandem.stopping import stop_asked
+from tandem.text import visible
 
 FIRST_PAUSE = 1.0
 """Seconds before a request is sent again; each further pause is twice as long."""
 _LONGEST_PAUSE = 15.0
+_SLICE = 0.1
+"""Seconds of a pause after which it is seen that a signal asked for a stop."""
 _LONGEST_REPLY = 64 * 2**20
 _SHOWN = 120
+_SCHEMES = ("Bearer", "Basic", "Token")
+"""First words of an Authorization header, which are no secrets."""
 _HOW = "Write http://HOST:PORT/PATH or https://..., or tandem:remote?url=...&option=value"
 
 
@@ -45,14 +52,6 @@ class _NotYetError(Exception):
         self.pause = pause
 
 
-class _NoRedirect(HTTPRedirectHandler):
-    """A redirected POST would lose its body, and show the token to another host."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Follow none."""
-        return
-
-
 @dataclass(frozen=True, slots=True)
 class _Token:
     """A header that tells the server who asks; it must never be shown."""
@@ -62,8 +61,24 @@ class _Token:
 
     def hidden_in(self, text: str) -> str:
         """A text in which the value cannot be read."""
-        secret = self.value.removeprefix("Bearer ")
-        return text.replace(secret, "***")
+        words = self.value.split()
+        secrets = words[1:] if len(words) > 1 and words[0] in _SCHEMES else words
+        for secret in sorted(secrets, key=len, reverse=True):
+            quoted = json.dumps(secret)[1:-1]  # as JSON writes it, and PHP's
+            for form in (secret, quoted, quoted.replace("/", "\\/")):
+                text = text.replace(form, "***")
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class _NoReward:
+    """What stands in a reply in place of a reward: a text in which no token can be read. It is no
+    number, so that its answer alone fails, with this text."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 class RemoteReward:
@@ -127,16 +142,17 @@ class RemoteReward:
 
         Raises:
             CallError: there are none; the text says why, in one line.
+            StoppedWaiting: a signal asked for a stop while the server was waited for.
         """
         turns = zip(messages, completions, strict=True)
         body = {
             "query": [p + c for p, c in zip(prompt_texts, completions, strict=True)],
             "prompts": list(prompt_texts),
-            "labels": list(columns.get("answer", [None] * len(completions))),
+            "labels": _without_nan(columns.get("answer", [None] * len(completions))),
             "messages": [[*map(dict, t), {"role": "assistant", "content": c}] for t, c in turns],
         }
         # A column's values need not be JSON's: those of dates, say, go as their text.
-        content = json.dumps(body, default=str).encode("ascii")
+        content = json.dumps(body, default=str, allow_nan=False).encode("ascii")
         pause = FIRST_PAUSE
         while True:
             try:
@@ -153,16 +169,29 @@ class RemoteReward:
                     f"reward function {self._label} waits: {why}. It asks again in {pause:.0f} s, "
                     f"and for {left:.0f} s at most"
                 )
-                time.sleep(pause)
+                self._pause(pause)
                 self._waited += pause
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
+    def _pause(self, seconds: float) -> None:
+        """Wait, but not once a signal has asked for a stop: the server may never come, and without
+        its rewards the step cannot be finished."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if number := stop_asked():
+                raise StoppedWaiting(
+                    number,
+                    f"while reward function {self._label} waited for its server; what was running "
+                    "is not saved",
+                )
+            time.sleep(min(left, _SLICE))
+
     def _rewards(self, content: bytes, count: int) -> list[Any]:
-        """The rewards in the reply to a request."""
+        """The rewards in the reply to a request, `_NoReward` where there is something else."""
         reply = self._reply(content, self._seconds * count)
         try:
             found = json.loads(reply)
-        except ValueError:  # bytes that are no text, too
+        except (ValueError, RecursionError):  # bytes that are no text, too; lists of lists of ...
             found = None
         shape = f'{self.url} must reply with JSON, {{"rewards": [...]}}'
         if not isinstance(found, Mapping) or not isinstance(found.get("rewards"), list):
@@ -170,25 +199,37 @@ class RemoteReward:
         rewards = found["rewards"]
         if len(rewards) != count:
             raise CallError("result", f"{shape} with {count}, one per query; got {len(rewards)}")
-        return rewards
+        return [self._reward(reward) for reward in rewards]
+
+    def _reward(self, value: Any) -> Any:
+        """A finite number or None as it is; else what can be shown of it."""
+        if value is None or (is_reward(value) and not isinstance(value, bool)):
+            return value
+        if isinstance(value, str):
+            return _NoReward(repr(self._safe(value)))
+        return _NoReward(self._safe(json.dumps(value)))
 
     def _reply(self, content: bytes, seconds: float) -> bytes:
         """The body of the reply to a request, within its deadline.
 
         The request runs in a thread: a server that sends a byte now and then never lets a socket's
-        own timeout expire.
+        own timeout expire. At the deadline its connection is closed, which ends the thread.
         """
+        connection = Connection()
         found: list[bytes | BaseException] = []
 
         def ask() -> None:
             try:
-                found.append(self._posted(content, seconds))
+                found.append(self._posted(connection, content, seconds))
             except BaseException as error:
                 found.append(error)
 
         thread = threading.Thread(target=ask, name="remote reward", daemon=True)
         thread.start()
-        thread.join(seconds)
+        try:
+            thread.join(seconds)
+        finally:
+            connection.close()
         reply = found[0] if found else TimeoutError()
         if isinstance(reply, TimeoutError):
             raise CallError("timeout", f"{self.url} took more than {seconds:g} s")
@@ -196,27 +237,34 @@ class RemoteReward:
             raise reply
         return reply
 
-    def _posted(self, content: bytes, seconds: float) -> bytes:
+    def _posted(self, connection: Connection, content: bytes, seconds: float) -> bytes:
         headers = {"Content-Type": "application/json", "User-Agent": "tandem"}
         if self._token is not None:
             headers[self._token.header] = self._token.value
         request = Request(self.url, content, headers, method="POST")
         try:
-            with build_opener(_NoRedirect).open(request, timeout=seconds) as response:
+            with connection.open(request, seconds) as response:
                 return _body(response, self.url)
         except HTTPError as error:
             with error:
                 raise self._refusal(error) from None
         except URLError as error:
             raise self._unreachable(error.reason) from None
-        except (OSError, HTTPException) as error:  # the server went away meanwhile
+        except IncompleteRead as error:
+            got = f"a reply that broke off after {len(error.partial)} bytes"
+            raise _NotYetError(f"{self.url} must send all of its reply; got {got}") from None
+        except OSError as error:  # the server went away meanwhile
             raise self._unreachable(error) from None
+        except HTTPException as error:  # not its class: an empty text says nothing, either
+            text = f"{self.url} must answer as HTTP says; got {self._shown(str(error))}"
+            raise CallError("exception", text) from None
 
     def _refusal(self, error: HTTPError) -> Exception:
         """What a status other than 200 means."""
         name = responses.get(error.code, "")
         try:
-            body = self._shown(error.read(4 * _SHOWN))
+            # All of it, since half a token would be shown.
+            body = self._shown(error.read(_LONGEST_REPLY))
         except (OSError, HTTPException):
             body = "nothing"
         text = f"{self.url} must answer with status 200; got {error.code} {name}, {body}"
@@ -229,9 +277,8 @@ class RemoteReward:
         """What an error of the connection means."""
         if isinstance(reason, TimeoutError) and reason.errno is None:  # else the system's own
             return reason
-        said = getattr(reason, "strerror", None) or reason
-        said = one_line(said) if isinstance(said, BaseException) else visible(str(said))
-        text = f"{self.url} must be reachable; got: {said}"
+        said = str(getattr(reason, "strerror", None) or reason) or type(reason).__name__
+        text = f"{self.url} must be reachable; got: {self._safe(said)}"
         is_final = isinstance(reason, ssl.SSLError) or (
             isinstance(reason, socket.gaierror) and reason.errno != socket.EAI_AGAIN
         )
@@ -239,18 +286,33 @@ class RemoteReward:
             return CallError("exception", text)
         return _NotYetError(text)
 
-    def _shown(self, reply: bytes) -> str:
-        """The beginning of a reply, for a message."""
-        text = " ".join(reply[: 4 * _SHOWN].decode("utf-8", "replace").split())
-        if self._token is not None:
+    def _shown(self, reply: bytes | str) -> str:
+        """The beginning of what a server said, for a message."""
+        text = reply if isinstance(reply, str) else reply.decode("utf-8", "replace")
+        return repr(self._safe(text)) if text.strip() else "an empty reply"
+
+    def _safe(self, text: str) -> str:
+        """The beginning of a text in one printable line, without the token."""
+        if self._token is not None:  # first: a part of a token would not be found
             text = self._token.hidden_in(text)
-        return repr(visible(text[:_SHOWN])) if text else "an empty reply"
+        return visible(" ".join(text.split())[:_SHOWN])
 
 
-def _body(response: IO[bytes], url: str) -> bytes:
+def _without_nan(value: Any) -> Any:
+    """The same with None for the numbers that JSON has not: NaN and the infinities."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _without_nan(item) for name, item in value.items()}
+    return [*map(_without_nan, value)] if isinstance(value, list | tuple) else value
+
+
+def _body(response: HTTPResponse, url: str) -> bytes:
     content = response.read(_LONGEST_REPLY + 1)
     if len(content) > _LONGEST_REPLY:
         raise CallError("result", f"{url} must reply with at most {_LONGEST_REPLY >> 20} MiB")
+    if response.length:  # a read of at most so many bytes does not raise it by itself
+        raise IncompleteRead(content, response.length)
     return content
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.config.schema import RunConfig
 from tandem.config.scoring import ScoringConfig
 from tandem.data.render import Renderer
-from tandem.errors import ConfigError, DataError
+from tandem.errors import ConfigError, DataError, StoppedWaiting
 from tandem.objectives.rewards import combined_scores
 from tandem.parallel.world import World
 from tandem.rewards.calling import RewardFunction
@@ -124,10 +124,12 @@ def function_scores(
         renderer: the policy's, for functions that ask for `prompt_texts`.
     Raises:
         DataError: on every rank, what keeps the first from calling one of them.
+        StoppedWaiting: on every rank, a signal came while the first waited for a server.
     """
     world = world or World()
     scored: list[FunctionScores] = []
     problem = ""
+    stopped: tuple[int, str] | None = None
     if world.is_first:
         dtype = torch.get_default_dtype()
         try:
@@ -136,9 +138,13 @@ def function_scores(
             if world.size == 1:
                 raise
             problem = str(error)
+        except StoppedWaiting as stop:
+            stopped = (stop.number, stop.where)
         finally:
             torch.set_default_dtype(dtype)  # a function that runs in this process may change it
-    scored, problem = world.all_gather_object((scored, problem))[0]
+    scored, problem, stopped = world.all_gather_object((scored, problem, stopped))[0]
+    if stopped:
+        raise StoppedWaiting(*stopped)
     if problem:
         raise DataError(problem)
     rows = [[math.nan if s is None else s for s in function.scores] for function in scored]

@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from tandem.errors import Stopped
-from tandem.stopping import handling
+from tandem.stopping import handling, note_stop
 
 
 class _Lasting(io.RawIOBase):
@@ -78,6 +78,7 @@ class StopSignals:
         trace: TracebackType | None,
     ) -> None:
         self._handling.__exit__(None, None, None)
+        note_stop(0)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
@@ -91,6 +92,7 @@ class StopSignals:
             threading.Timer(0.02, os.kill, (os.getpid(), number)).start()
             return
         self.requested = number
+        note_stop(number)
         if not self.deferring:
             # Should it get lost where Python ignores exceptions, the next step's end still asks.
             raise Stopped(number, "before a step was running")

@@ -186,6 +186,8 @@ class StepLoop:
     ) -> None:
         if isinstance(error, Exception):
             self._write_recorder(f"{type(error).__name__}: {error}")
+        elif isinstance(error, Stopped):  # on every rank, perhaps within a step
+            self.run.finish_saving(self.stage)
 
     def measure(self, step: int) -> dict[str, float]:
         """Evaluate now, after so many steps; what is to be logged of it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import threading
 import time
@@ -17,12 +18,14 @@ from typing import Any
 import pytest
 
 from tandem.config.scoring import ScoringConfig
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, StoppedWaiting
 from tandem.rewards import remote
 from tandem.rewards.loading import load_reward_function
 from tandem.rewards.scoring import FunctionScores, RewardFunctions
 from tandem.rewards.selftest import ReferenceRow, self_test
 from tandem.rewards.spec import parse_spec, parse_specs
+from tandem.stopping import stop_asked
+from tandem.training.signals import StopSignals
 from tests.rewards.answers import answers_of
 
 PAGE = (Path(__file__).parents[2] / "docs/reward_function.md").read_text("utf-8")
@@ -96,6 +99,64 @@ def serving(*replies: Any, byte_seconds: float = 0.0) -> Iterator[Server]:
         server.close()
 
 
+class RawServer:
+    """Sends bytes as they are, those of each connection in turn, the last for ever.
+
+    Args:
+        dribble: a byte that it then sends again and again, until the other side closes.
+    """
+
+    def __init__(self, *replies: bytes, dribble: bytes = b"") -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}/get_reward"
+        self.num_asked = 0
+        self.left = threading.Event()
+        """The other side has closed a connection that had been sent all."""
+        self._replies, self._dribble = list(replies), dribble
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            self.num_asked += 1
+            with connection:
+                connection.recv(65536)
+                connection.sendall(self._replies[0])
+                if len(self._replies) > 1:
+                    self._replies.pop(0)
+                try:
+                    while self._dribble:
+                        time.sleep(0.01)
+                        connection.sendall(self._dribble)
+                except OSError:
+                    self.left.set()
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+@contextmanager
+def sending(*replies: bytes, dribble: bytes = b"") -> Iterator[RawServer]:
+    server = RawServer(*replies, dribble=dribble)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def http(body: bytes, *headers: str, length: int | None = None) -> bytes:
+    told = [*headers, f"Content-Length: {len(body) if length is None else length}"]
+    return "\r\n".join(["HTTP/1.1 200 OK", *told, "", ""]).encode() + body
+
+
+GOOD = http(b'{"rewards": [3.0]}')
+
+
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FIRST_PAUSE", 0.01)
@@ -155,8 +216,11 @@ def test_null_is_not_scored_and_other_fields_are_not_read() -> None:
         ((200, b"[1.0]", {}), "result", r"got '\[1\.0\]'"),
         ((200, b'{"reward": [1.0]}', {}), "result", '"rewards"'),
         ((200, b'{"rewards": [1.0, 2.0]}', {}), "result", "with 1, one per query; got 2"),
-        ((200, b'{"rewards": [NaN]}', {}), "result", "finite numbers within .*; got nan"),
+        ((200, b'{"rewards": [NaN]}', {}), "result", "finite numbers within .*; got NaN"),
         ((200, b'{"rewards": ["1"]}', {}), "result", "finite numbers within .*; got '1'"),
+        ((200, b'{"rewards": [true]}', {}), "result", "finite numbers within .*; got true"),
+        ((200, b'{"rewards": [[1]]}', {}), "result", r"finite numbers within .*; got \[1\]"),
+        ((200, b"[" * 10**5, {}), "result", r"must reply with JSON, .*; got '\[\["),
     ],
 )
 def test_a_reply_that_gives_no_reward_is_one_line(reply: Reply, reason: str, part: str) -> None:
@@ -245,6 +309,129 @@ def test_a_token_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> Non
     assert server.headers[1]["x-api-key"] == "sesame"
     assert "bad token: Bearer ***" in found.first
     assert "sesame" not in f"{lines} {found}"
+
+
+def test_what_is_no_reward_fails_its_answer_alone() -> None:
+    with serving((200, b'{"rewards": [1.0, Infinity, true, null, "x", 2]}', {})) as server:
+        found = scored(server.url, *"abcdef")
+    assert found.scores == [1.0, None, None, None, None, 2.0]
+    assert found.failed == [False, True, True, False, True, False]
+
+
+def test_numbers_that_json_has_not_are_sent_as_null() -> None:
+    nan, inf = float("nan"), float("inf")
+    with serving(lengths) as server:
+        reward = load_reward_function(f"tandem:remote?url={server.url}")
+        turns = [[{"role": "user", "content": "q"}]] * 3
+        answer = [nan, {"low": -inf, "all": [1.5, (nan, "x")]}, 2]
+        assert reward(["q"] * 3, ["a"] * 3, turns, answer=answer) == [2, 2, 2]
+    assert server.asked[0]["labels"] == [None, {"low": None, "all": [1.5, [None, "x"]]}, 2]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        http(b'{"rewards": [3.0]}', length=40),
+        http(b"", length=40),
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n20\r\n{",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n",
+    ],
+    ids=["short", "no body", "chunk", "between chunks"],
+)
+def test_a_reply_that_breaks_off_is_asked_for_again(broken: bytes) -> None:
+    lines: list[str] = []
+    with sending(broken, GOOD) as server:
+        found = scored(server.url, "a", lines=lines)
+    assert (found.scores, server.num_asked) == ([3.0], 2)
+    (line,) = lines
+    assert re.search(r"must send all of its reply; got a reply that broke off after \d+ by", line)
+
+
+@pytest.mark.parametrize(
+    ("reply", "part"),
+    [
+        (b"SSH-2.0-Open\x1bSSH\r\n", r"got 'SSH-2.0-Open\\\\x1bSSH'$"),
+        (http(b"", *(f"X-{i}: 1" for i in range(200))), "got 'got more than 100 headers'$"),
+        (
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * 10**5 + b"\r\n",
+            "got 'got more than 65536 bytes when reading chunk size'$",
+        ),
+    ],
+    ids=["status line", "headers", "chunk"],
+)
+def test_what_is_not_http_is_said_so(reply: bytes, part: str) -> None:
+    with sending(reply) as server:
+        found = scored(server.url, "a")
+    assert (found.failures, server.num_asked) == ({"exception": 1}, 1)
+    assert re.search(f"{server.url} must answer as HTTP says; {part}", found.first), found.first
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_the_connection_is_closed_at_the_deadline(scheme: str) -> None:
+    """Over TLS a long record of the handshake dribbles."""
+    began = http(b"", length=10**6) if scheme == "http" else b"\x16\x03\x03\x3f\xff\x02\x00\x3f"
+    with sending(began, dribble=b" ") as server:
+        url = server.url.replace("http", scheme, 1)
+        found = scored(url, "a", seconds=0.3)
+        assert server.left.wait(20), "a dribble of 10,000 s"
+    assert found.failures == {"timeout": 1}
+    for thread in threading.enumerate():
+        if thread.name == "remote reward":
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("comes", ["before the pause", "within the pause"])
+def test_a_signal_ends_the_wait_for_a_server(
+    number: signal.Signals, comes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "FIRST_PAUSE", 1000.0)
+    lines: list[str] = []
+
+    def heard(line: str) -> None:
+        lines.append(line)
+        if "waits" in line and comes == "before the pause":
+            signal.raise_signal(number)
+        elif "waits" in line:
+            threading.Timer(0.05, signal.pthread_kill, (threading.get_ident(), number)).start()
+
+    rewards = RewardFunctions([named(free_url(), retry_seconds=2000)], ScoringConfig(), heard)
+    with StopSignals(lines.append) as stops:
+        stops.deferring = True
+        with pytest.raises(StoppedWaiting, match=f"by {number.name} while .* remote waited for"):
+            rewards.score(replace(answers_of(["a"]), prompt_texts=["q"]))
+    assert len([line for line in lines if "waits" in line]) == 1
+    assert not stop_asked(), "the next run does not hear of it"
+
+
+SECRETS = ("s3cr3t/+\\=", "Basic dXNlcjpz/ZWNyZXQ=")
+
+
+@pytest.mark.parametrize("token", SECRETS)
+@pytest.mark.parametrize("place", ["reward", "nested", "body", "long", "status line", "404", "503"])
+def test_no_message_shows_a_token_that_a_server_sends_back(
+    token: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RM_TOKEN", token)
+    said = f"Authorization: {token}"
+    quoted = json.dumps(said).replace("/", "\\/").encode()
+    reply = {
+        "reward": http(b'{"rewards": [%s]}' % quoted),
+        "nested": http(b'{"rewards": [{"headers": [%s]}]}' % quoted),
+        "body": http(b'{"error": %s}' % quoted),
+        "long": http(b" " * 470 + said.encode()),  # a part of it within what is read of it
+        "status line": said.encode() + b"\r\n\r\n",
+        "404": http(b" " * 470 + said.encode()).replace(b"200 OK", b"404 Not"),
+        "503": http(quoted).replace(b"200 OK", b"503 Not"),
+    }[place]
+    lines: list[str] = []
+    with sending(reply) as server:
+        name = named(server.url, token_env="RM_TOKEN", retry_seconds=0.01)
+        found = scored(name, "a", lines=lines)
+    assert found.num_failed == 1
+    assert "***" in found.first
+    assert not re.search("s3c|dXN|ZWN", f"{lines} {found}")
 
 
 @pytest.mark.parametrize(
