@@ -19,10 +19,13 @@ from tandem.engine.scoring import FurtherScorer
 from tandem.errors import DataError, Stopped
 from tandem.parallel.world import World
 from tandem.rewards.scoring import GivenFunction
+from tandem.text import ignore_line
 from tandem.training.experience import ScoredAnswers, score_answers
 from tandem.training.reward_function import RewardColumns, function_scores, rewards_of
 from tandem.training.rollout_rows import selected
+from tandem.training.signals import StopSignals
 from tandem.types import Message, PromptRow, Rollout, Source, TokenBatch, TokenRow
+from tests.ranks import on_ranks
 
 
 def rollout_of(*answers: str, group: list[int] | None = None) -> Rollout:
@@ -63,6 +66,34 @@ def scored(
         return function_scores(rewards, rollout), lines
     finally:
         rewards.close()
+
+
+def stopped_while_the_first_rank_waits(world: World) -> str:
+    """Nothing listens at port 1."""
+
+    def heard(line: str) -> None:
+        if "waits" in line:
+            signal.raise_signal(signal.SIGTERM)
+
+    url = "http://127.0.0.1:1/"
+    rewards = rewards_of(f"tandem:remote?url={url}", ScoringConfig(), heard)
+    assert rewards is not None
+    with StopSignals(ignore_line) as stops:
+        stops.deferring = True
+        try:
+            function_scores(rewards, rollout_of("a"), world=world)
+        except Stopped as stopped:
+            return str(stopped)
+    return ""
+
+
+def test_a_signal_while_the_first_rank_waits_for_a_server_stops_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("no_proxy", "*")
+    first, second = on_ranks(2, stopped_while_the_first_rank_waits)
+    assert first == second
+    assert first.startswith("stopped by SIGTERM while reward function remote waited for its serv")
 
 
 def test_the_function_sees_prompts_answers_and_every_column() -> None:

@@ -39,6 +39,7 @@ from tandem.training.run_stages import train
 from tandem.training.signals import StopSignals
 from tandem.training.stage_loop import BAD_STEPS, StepLoop
 from tests.ranks import on_ranks
+from tests.rewards.test_remote import Reply, serving
 from tests.tiny import tiny_config
 from tests.training.test_ranks import ran, records
 
@@ -126,6 +127,45 @@ def test_signals_save_the_running_step_and_the_same_command_continues(
     assert_same_weights(tmp_path, whole_run)
     steps = [(r["stage"], r["step"]) for r in records(tmp_path)]
     assert steps == [(r["stage"], r["step"]) for r in records(whole_run)]
+
+
+def lengths(asked: dict[str, Any]) -> Reply:
+    rewards = [len(turns[-1]["content"]) % 7 for turns in asked["messages"]]
+    return 200, json.dumps({"rewards": rewards}).encode(), {}
+
+
+def asks_for_a_stop(asked: dict[str, Any]) -> Reply:
+    os.kill(os.getpid(), signal.SIGINT)
+    return 503, b"", {"Retry-After": "1000"}
+
+
+def served(url: str, config: RunConfig) -> RunConfig:
+    function = f"tandem:remote?url={url}&retry_seconds=2000"
+    ppo = replace(config.ppo, reward_function=(function,), reward_model_weight=0.0)
+    scoring = replace(config.scoring, self_test=False)
+    return replace(config, ppo=ppo, scoring=scoring, save_every=1)
+
+
+def test_a_signal_while_a_reward_server_is_waited_for_leaves_the_step_undone(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "*")
+    config = replace(config_of(tmp_path / "run", tiny_model, preferences), stages=("ppo",))
+    # Evaluation, step 1, and step 2, which the signal comes in.
+    with serving(lengths, lengths, asks_for_a_stop, lengths) as server:
+        config = served(server.url, config)
+        with pytest.raises(Stopped, match=r"SIGINT while .* waited for its server") as stopped:
+            quietly(config)
+        assert stopped.value.exit_code == 130
+        assert (tmp_path / "run/report.html").is_file()
+        lines = quietly(config)
+        assert "ppo: continuing after step 1 (checkpoint verified)" in lines
+        whole = replace(config, output_dir=str(tmp_path / "whole"))
+        quietly(whole)
+    assert_same_weights(tmp_path / "run", tmp_path / "whole")
+    assert weights(tmp_path / "run")
+    steps = [(r["stage"], r["step"]) for r in records(tmp_path / "run")]
+    assert steps == [(r["stage"], r["step"]) for r in records(tmp_path / "whole")]
 
 
 def test_a_signal_is_heeded_in_the_middle_of_anything(
