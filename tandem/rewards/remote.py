@@ -228,9 +228,10 @@ class RemoteReward:
         thread.start()
         try:
             thread.join(seconds)
+            # Before the connection is closed, which could pass for the end of the reply.
+            reply = found[0] if found else TimeoutError()
         finally:
             connection.close()
-        reply = found[0] if found else TimeoutError()
         if isinstance(reply, TimeoutError):
             raise CallError("timeout", f"{self.url} took more than {seconds:g} s")
         if isinstance(reply, BaseException):
