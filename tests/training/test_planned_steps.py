@@ -41,6 +41,7 @@ def test_few_prompts_and_none_held_out() -> None:
 def test_each_stage_has_its_own_held_out_rows() -> None:
     names = ("heldout_sft", "heldout_pairs", "heldout_dpo_pairs", "heldout_labelled")
     rows: Any = SimpleNamespace(**{name: name for name in (*names, "heldout_prompts")})
+    rows.grades, rows.heldout_graded = "pairs", "heldout_graded"
     stages = ("sft", "reward", "dpo", "kto", "ppo")
     found = [StepRows.heldout_of(rows, stage_of(stage)) for stage in stages]
     assert found == [*names, "heldout_prompts"]
