@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -104,14 +104,42 @@ def load_newest_state(
     return None, notes
 
 
+def take_newest(
+    folder: Path, take: Callable[[SavedState], object], world: World | None = None
+) -> tuple[int | None, list[str]]:
+    """Hand the newest complete checkpoint of a run to `take`, and leave the run as it is.
+
+    A run that goes on may remove the one that is read; the one after it is then there.
+
+    Returns:
+        its step, None if there is none; a line for each newer one that is not complete.
+    Raises:
+        CheckpointError, OSError: as `take` raises, the third time.
+    """
+    tries = 3
+    while True:
+        state, notes = load_state_before(folder, None, world)
+        if state is None:
+            return None, notes
+        try:
+            take(state)
+        except (CheckpointError, OSError):
+            tries -= 1
+            if not tries:
+                raise
+        else:
+            return state.step, notes
+
+
 def load_state_before(
-    folder: Path, step: int, world: World | None = None
+    folder: Path, step: int | None, world: World | None = None
 ) -> tuple[SavedState | None, list[str]]:
-    """As `load_newest_state`, of checkpoints before a step; damaged ones are not renamed."""
+    """As `load_newest_state`, of checkpoints before a step (None: of all); damaged ones are not
+    renamed."""
     world = world or World()
     notes: list[str] = []
     for candidate in _candidates(folder, world)[0]:
-        if not 0 < candidate.step < step:
+        if candidate.step == 0 or (step is not None and candidate.step >= step):
             continue
         state, problem, _ = _loaded(folder, candidate, world, aside=False)
         if state is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandem.checkpoint.beside import verify_beside
-from tandem.checkpoint.state import SavedState, load_state_before
+from tandem.checkpoint.state import SavedState, take_newest
 from tandem.config.schema import RunConfig
 from tandem.data.own_template import put_template, read_template
 from tandem.data.render import IN_MEMORY, Renderer
@@ -237,26 +236,17 @@ def _take_checkpoint(
     config: RunConfig | None,
     tokenizer: PreTrainedTokenizerBase,
 ) -> int:
-    """Put the newest complete checkpoint's weights into a model; returns its step.
-
-    A run that goes on may remove the one that is read; the one after it is then there.
-    """
+    """Put the newest complete checkpoint's weights into a model; returns its step."""
     assert source.checkpoints is not None
-    for attempt in range(3):
-        state, notes = load_state_before(source.checkpoints, sys.maxsize)
-        if state is None:
-            raise CheckpointError(
-                f"{source.checkpoints} must hold a complete checkpoint; got none"
-                f"{f' ({notes[-1]})' if notes else ''}. Wait for the next one."
-            )
-        try:
-            _fill(model, state, source, config, tokenizer)
-        except (CheckpointError, OSError):
-            if attempt == 2:
-                raise
-            continue
-        return state.step
-    raise AssertionError("unreachable")
+    step, notes = take_newest(
+        source.checkpoints, lambda state: _fill(model, state, source, config, tokenizer)
+    )
+    if step is None:
+        raise CheckpointError(
+            f"{source.checkpoints} must hold a complete checkpoint; got none"
+            f"{f' ({notes[-1]})' if notes else ''}. Wait for the next one."
+        )
+    return step
 
 
 @torch.no_grad()

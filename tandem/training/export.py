@@ -5,17 +5,18 @@ Nothing in the run changes, so it can be continued afterwards, or be running mea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from tandem.checkpoint.folder import MANIFEST, existing, read_manifest
 from tandem.checkpoint.state import (
-    SavedState,
     best_named_by,
-    load_state_before,
     load_state_of,
+    newest_numbers,
     number_of,
     numbered,
+    take_newest,
 )
 from tandem.config.schema import RunConfig
 from tandem.config.spellings import listed
@@ -39,9 +40,6 @@ NEWEST = -1
 """In place of a step: that of the newest checkpoint."""
 _EXPORTED = "exported"
 """The fact in the manifest of an exported folder: from which run."""
-_BEYOND = 10**9
-_TRIES = 3
-"""A run that goes on may remove a checkpoint while it is read; the next one is taken."""
 
 
 def export(
@@ -151,37 +149,32 @@ def _require_step(checkpoints: Path, step: int) -> None:
 
 def _restored(run: Run, stage: str, step: int, job: StageJob) -> int:
     """Bring the stage's models to a checkpoint; returns its step."""
-    for left in reversed(range(_TRIES)):
-        state = _state(run, stage, step)
-        if changed := run.identity.changes(stage, state.numbers["made_from"]):
-            raise CheckpointError(
-                f"{run.checkpoints(stage)} was made with other knobs, rows or models than there "
-                f"are now; changed: {', '.join(changed)}. Put back what it was made from."
-            )
-        best = best_named_by(run.checkpoint(stage, state.step))
-        try:
-            job.trainer.restore(state)
-        except CheckpointError:
-            if step != NEWEST or not left:
-                raise
-            continue
-        if best is not None and best != state.step:
-            run.print_line(
-                f"note: the best evaluation so far is that of step {best} (keep_best); --step "
-                f"{best} takes its models"
-            )
-        return state.step
-    raise AssertionError("unreachable")
-
-
-def _state(run: Run, stage: str, step: int) -> SavedState:
-    """The checkpoint, verified."""
     folder = run.checkpoints(stage)
     if step != NEWEST:
-        return load_state_of(folder, step, run.world)
-    state, notes = load_state_before(folder, _BEYOND, run.world)
-    for note in notes:
-        run.print_line(note)
-    if state is None:
+        state = load_state_of(folder, step, run.world)
+        _require_same(run, stage, state.numbers)
+        job.trainer.restore(state)
+        at: int | None = step
+    else:
+        _require_same(run, stage, newest_numbers(folder, run.world) or {})
+        at, notes = take_newest(folder, job.trainer.restore, run.world)
+        for note in notes:
+            run.print_line(note)
+    if at is None:
         raise CheckpointError(f"{folder} must have a checkpoint that is whole; got none.")
-    return state
+    best = best_named_by(run.checkpoint(stage, at))
+    if best is not None and best != at:
+        run.print_line(
+            f"note: the best evaluation so far is that of step {best} (keep_best); --step "
+            f"{best} takes its models"
+        )
+    return at
+
+
+def _require_same(run: Run, stage: str, numbers: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint, by its numbers, of something else than there is now."""
+    if numbers and (changed := run.identity.changes(stage, numbers["made_from"])):
+        raise CheckpointError(
+            f"{run.checkpoints(stage)} was made with other knobs, rows or models than there are "
+            f"now; changed: {', '.join(changed)}. Put back what it was made from."
+        )
