@@ -78,33 +78,35 @@ class _HeldSecure(HTTPSConnection, _Held):
     """The same by TLS: HTTPSConnection.connect calls the one above, then shakes hands."""
 
 
+Hold = Callable[[socket.socket], None]
+
+
+def _maker(kind: type[_Held], hold: Hold) -> Any:
+    """What urllib makes its connections by: of this kind, each handed over."""
+
+    def made(host: str, /, **more: Any) -> _Held:
+        connection = kind(host, **more)
+        connection.hold = hold
+        return connection
+
+    return made
+
+
 class _Plain(HTTPHandler):
-    def __init__(self, hold: Callable[[socket.socket], None]) -> None:
+    def __init__(self, hold: Hold) -> None:
         super().__init__()
-        self._hold = hold
+        self._made = _maker(_Held, hold)
 
     def http_open(self, req: Request) -> HTTPResponse:
         """Open by a held connection."""
-
-        def made(host: str, /, **more: Any) -> HTTPConnection:
-            connection = _Held(host, **more)
-            connection.hold = self._hold
-            return connection
-
-        return self.do_open(made, req)
+        return self.do_open(self._made, req)
 
 
 class _Secure(HTTPSHandler):
-    def __init__(self, hold: Callable[[socket.socket], None]) -> None:
+    def __init__(self, hold: Hold) -> None:
         super().__init__()
-        self._hold = hold
+        self._made = _maker(_HeldSecure, hold)
 
     def https_open(self, req: Request) -> HTTPResponse:
         """Open by a held connection."""
-
-        def made(host: str, /, **more: Any) -> HTTPConnection:
-            connection = _HeldSecure(host, **more)
-            connection.hold = self._hold
-            return connection
-
-        return self.do_open(made, req)
+        return self.do_open(self._made, req)
