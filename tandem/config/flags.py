@@ -141,7 +141,7 @@ def _without_effect(given: Iterable[str], stages: Sequence[str]) -> list[str]:
     """Notes on flags for the sections of other stages than those that run. They are no mistakes:
     several commands may share their flags."""
     running = in_order(name for name in stages if name in stage_names())
-    rl = rl_stage(name for name in stages if name in stage_names()).section
+    rl = rl_stage(stage.name for stage in running).section
     named = listed([stage.name for stage in running], "and")
     return [
         f"{_flag(name)} has no effect, as {named} do{'es' * (not running[1:])} not read it"

@@ -100,7 +100,10 @@ def _beyond_the_reference(config: RunConfig, rows: StepRows, longest: int) -> li
 
 def _unknown_biases(config: RunConfig, policy: str) -> list[str]:
     """Tokens of `sampling.logit_bias` that the policy does not have."""
-    largest = max(config.sampling.logit_biases(), default=-1)
+    biases = config.sampling.logit_biases()
+    if not biases:
+        return []
+    largest = max(biases)
     found = load_config(locate(policy), trust_remote_code=config.trust_remote_code)
     vocabulary = getattr(found.get_text_config(), "vocab_size", None)
     if vocabulary is None or largest < vocabulary:

@@ -85,10 +85,11 @@ class StepRows:
             return self.heldout_labelled
         if stage.share == "pairs":
             rewards = stage.leaves == "reward model"
-            if rewards and self.grades == "regression" and self.heldout_graded:
-                return self.heldout_graded
-            of_pairs = self.heldout_pairs or self.heldout_graded
-            return of_pairs if rewards else self.heldout_dpo_pairs
+            if not rewards:
+                return self.heldout_dpo_pairs
+            if self.grades == "regression":
+                return self.heldout_graded or self.heldout_pairs
+            return self.heldout_pairs or self.heldout_graded
         return self.heldout_sft if stage.share == "texts" else self.heldout_prompts
 
 
@@ -153,7 +154,7 @@ def prepare_rows(config: RunConfig, policy: str, reward: str, *, shuffle: bool =
         prompts = render.prompts(data.prompts, renderer, "prompts")
     elif "reward model" in readers:  # prompts to normalize the scores on: PPO's, or the pairs' own
         prompts = render.prompts(data.prompts or data.pairs, renderer, None, prompt_room)
-    heldout_pairs = rankings_of(data.heldout)
+    compared, heldout = rankings_of(data.pairs), rankings_of(data.heldout)
     return StepRows(
         renderer=renderer,
         reward_renderer=reward_renderer,
@@ -163,19 +164,15 @@ def prepare_rows(config: RunConfig, policy: str, reward: str, *, shuffle: bool =
         sft=render.texts(data.texts, renderer, "texts") if "texts" in shares else [],
         heldout_sft=render.texts(data.heldout, renderer, None, room),
         pairs=render.judged(data.pairs, reward_renderer) if "reward model" in readers else [],
-        heldout_pairs=render.pairs(heldout_pairs, reward_renderer, None, reward_room),
+        heldout_pairs=render.pairs(heldout, reward_renderer, None, reward_room),
         heldout_graded=render.graded(data.heldout, reward_renderer, reward_room),
         grades=data.grades,
-        dpo_pairs=render.pairs(rankings_of(data.pairs), renderer, "pairs")
+        dpo_pairs=render.pairs(compared, renderer, "pairs") if "policy" in readers else [],
+        heldout_dpo_pairs=render.pairs(heldout, renderer, None, room)
         if "policy" in readers
         else [],
-        heldout_dpo_pairs=render.pairs(heldout_pairs, renderer, None, room)
-        if "policy" in readers
-        else [],
-        labelled=render.labelled(rankings_of(data.pairs), renderer, "pairs")
-        if "labels" in readers
-        else [],
-        heldout_labelled=render.labelled(rankings_of(data.heldout), renderer, None, room)
+        labelled=render.labelled(compared, renderer, "pairs") if "labels" in readers else [],
+        heldout_labelled=render.labelled(heldout, renderer, None, room)
         if "labels" in readers
         else [],
         prompts=shuffled(prompts, config.seed) if shuffle else prompts,
