@@ -89,6 +89,20 @@ def assert_equal_runs(ours: Path, theirs: Path) -> None:
             assert figures(ours / step) == figures(theirs / step), step
 
 
+def assert_same_measures(ours: Path, theirs: Path) -> None:
+    """Two runs measured the same, up to how sums were put together."""
+    for left, right in zip(records(ours), records(theirs), strict=True):
+        assert left["step"] == right["step"]
+        for name, value in right["values"].items():
+            if name != "rank_idle":
+                assert left["values"][name] == pytest.approx(value, rel=2e-3, abs=2e-4), name
+
+
+def ranks_ran(world: World, config: RunConfig) -> None:
+    """`ran`, as `tests.ranks.on_ranks` calls it."""
+    ran(config, world=world)
+
+
 def answer_lines(path: Path) -> list[str]:
     """The lines of a file of recorded answers, which have no times."""
     return path.read_text(encoding="utf-8").splitlines() if path.exists() else []

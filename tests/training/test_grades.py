@@ -19,7 +19,6 @@ from tandem.config.stages import stage_of
 from tandem.errors import DataError
 from tandem.models.scalar import grade_scales, load_scalar_model, set_grade_scales
 from tandem.objectives.grades import Scale
-from tandem.parallel.world import World
 from tandem.training import reward_objective
 from tandem.training.evaluate import grade_metrics, standardized_grades
 from tandem.training.reward_objective import Means, objective_of, side_by_side
@@ -27,7 +26,14 @@ from tandem.training.stage_data import prepare_rows
 from tandem.types import GradedRow, PairRow, RankedRow, Source, TokenBatch, TokenRow
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config
-from tests.training.runs import assert_equal_runs, ran, ran_with_stops, records
+from tests.training.runs import (
+    assert_equal_runs,
+    assert_same_measures,
+    ran,
+    ran_with_stops,
+    ranks_ran,
+    records,
+)
 
 
 def row(answer: int, data: str = "set") -> TokenRow:
@@ -68,19 +74,6 @@ def rated(tmp_path: Path, preferences: str) -> str:
     path = tmp_path / "rated.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return str(path)
-
-
-def same(ours: Path, theirs: Path) -> None:
-    """Two runs measured the same, up to how sums were put together."""
-    for left, right in zip(records(ours), records(theirs), strict=True):
-        assert left["step"] == right["step"]
-        for name, value in right["values"].items():
-            if name != "rank_idle":
-                assert left["values"][name] == pytest.approx(value, rel=2e-3, abs=2e-4), name
-
-
-def ranks_ran(world: World, config: RunConfig) -> None:
-    ran(config, world=world)
 
 
 def test_grades_are_learned_by_regression_and_the_run_is_resumed_to_the_bit(
@@ -126,9 +119,9 @@ def test_grades_beside_pairs_have_one_denominator_on_any_micro_batches_and_ranks
     ran(config)
     cut = replace(config, output_dir=str(tmp_path / "cut"), micro_batch_tokens=130)
     ran(cut)
-    same(tmp_path / "cut", tmp_path / "whole")
+    assert_same_measures(tmp_path / "cut", tmp_path / "whole")
     on_ranks(2, ranks_ran, replace(config, output_dir=str(tmp_path / "spread")))
-    same(tmp_path / "spread", tmp_path / "whole")
+    assert_same_measures(tmp_path / "spread", tmp_path / "whole")
     values = records(tmp_path / "whole")[1]["values"]
     assert {"accuracy", "grade_error", "score_chosen"} <= values.keys()
 

@@ -20,7 +20,6 @@ from tandem.config.rules import rule_problems
 from tandem.config.schema import RunConfig
 from tandem.engine.placement import Model, Placement
 from tandem.errors import ConfigError, DataError
-from tandem.parallel.world import World
 from tandem.plan.run import plan_memory
 from tandem.training import compare, dpo
 from tandem.training.best_of_n import best_of_n
@@ -32,7 +31,14 @@ from tandem.training.reward_objective import side_by_side
 from tandem.types import LabelledRow, PairRow, RankedRow, Rollout, Source, TokenRow
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config, tiny_llama
-from tests.training.runs import assert_equal_runs, ran, ran_with_stops, records
+from tests.training.runs import (
+    assert_equal_runs,
+    assert_same_measures,
+    ran,
+    ran_with_stops,
+    ranks_ran,
+    records,
+)
 
 HERE = Source("set", "set.jsonl", 1)
 SHORT = {"max_steps": 2, "epochs": 10, "batch_size": 8, "learning_rate": 1e-3}
@@ -83,19 +89,6 @@ def ranked(tmp_path: Path, preferences: str) -> str:
     return str(path)
 
 
-def same(ours: Path, theirs: Path) -> None:
-    """Two runs measured the same, up to how sums were put together."""
-    for left, right in zip(records(ours), records(theirs), strict=True):
-        assert left["step"] == right["step"]
-        for name, value in right["values"].items():
-            if name != "rank_idle":
-                assert left["values"][name] == pytest.approx(value, rel=2e-3, abs=2e-4), name
-
-
-def ranks_ran(world: World, config: RunConfig) -> None:
-    ran(config, world=world)
-
-
 @pytest.mark.parametrize("loss", ["ipo", "simpo", "orpo", "cdpo", "robust"])
 def test_a_loss_by_name_trains_and_a_reference_is_loaded_only_where_it_is_read(
     tmp_path: Path, tiny_model: str, preferences: str, loss: str, monkeypatch: pytest.MonkeyPatch
@@ -138,10 +131,10 @@ def test_a_gradient_does_not_depend_on_micro_batches_or_ranks(
     ran(config)
     cut = replace(config, output_dir=str(tmp_path / "cut"), micro_batch_tokens=130)
     ran(cut)
-    same(tmp_path / "cut", tmp_path / "whole")
+    assert_same_measures(tmp_path / "cut", tmp_path / "whole")
     spread = replace(config, output_dir=str(tmp_path / "spread"))
     on_ranks(2, ranks_ran, spread)
-    same(tmp_path / "spread", tmp_path / "whole")
+    assert_same_measures(tmp_path / "spread", tmp_path / "whole")
 
 
 def test_a_ranking_counts_as_one_row_however_it_is_cut(
@@ -155,7 +148,7 @@ def test_a_ranking_counts_as_one_row_however_it_is_cut(
     assert any("with a margin, which the reward model's loss reads: 60" in line for line in lines)
     cut = replace(config, output_dir=str(tmp_path / "cut"), micro_batch_tokens=200)
     ran(cut)
-    same(tmp_path / "cut", tmp_path / "whole")
+    assert_same_measures(tmp_path / "cut", tmp_path / "whole")
     assert main(["replay", str(tmp_path / "whole"), "--step", "2"]) == 0
 
 
@@ -279,7 +272,7 @@ def test_online_dpo_learns_resumes_and_is_evaluated(
     assert best == sorted(best)
     two_ranks = replace(config, output_dir=str(tmp_path / "spread"))
     on_ranks(2, ranks_ran, two_ranks)
-    same(tmp_path / "spread", straight)
+    assert_same_measures(tmp_path / "spread", straight)
 
 
 def test_online_dpo_needs_two_answers_a_prompt() -> None:
