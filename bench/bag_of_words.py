@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tandem.config.dataset import DataConfig
 from tandem.data.dataset import load_data
+from tandem.message import answer_text
 from tandem.types import Sample
 
 WORD = re.compile(r"\w+|[^\w\s]")
@@ -36,8 +37,8 @@ def differences(samples: Sequence[Sample], vocabulary: dict[str, int]) -> Tensor
     """(pairs, words): counts in the chosen answer less those in the rejected one."""
     rows = torch.zeros(len(samples), len(vocabulary))
     for i, sample in enumerate(samples):
-        for sign, text in ((1, sample.chosen or ""), (-1, sample.rejected or "")):
-            for word, count in words(text).items():
+        for sign, answer in ((1, sample.chosen or ""), (-1, sample.rejected or "")):
+            for word, count in words(answer_text(answer)).items():
                 if word in vocabulary:
                     rows[i, vocabulary[word]] += sign * count
     return rows

@@ -12,15 +12,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from tandem.errors import ShapeError
+from tandem.message import Answer as Answer
+from tandem.message import Message as Message
+from tandem.message import Role as Role
 
 if TYPE_CHECKING:  # reading data must not wait for torch
     import torch
     from torch import Tensor
-
-Role = Literal["system", "user", "assistant", "tool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,29 +41,18 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """One turn of a conversation: who speaks, and the text.
-
-    learned: whether SFT may learn it, if the assistant speaks; otherwise it is only shown.
-    """
-
-    role: Role
-    content: str
-    learned: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class Sample:
     """One row of any data set, in the form that every stage reads.
 
     A dialog row has `prompt` (all turns before the answer, ending with the user's) and, if the row
     has them, the answer to learn or prefer (`chosen`) and the worse one (`rejected`).
-    A text row has only `text`. `label` is set if the row labels its only answer as good (`chosen`)
-    or bad (`rejected`), `grade` if it grades it, more is better, `margin` if it tells how much
-    better `chosen` is. `ranking` is set if it ranks several answers, as (rank, answer) with 1 the
-    best; `chosen` is then the best of them and `rejected` the worst. One made of graded answers
-    has, in its order, their `grades` and the `rows` of each. Columns that Tandem does not read are
-    kept for reward functions.
+    An answer is text, or the assistant's turn if that calls tools; `tools` are those that it may
+    call, a list as JSON text. A text row has only `text`. `label` is set if the row labels its only
+    answer as good (`chosen`) or bad (`rejected`), `grade` if it grades it, more is better, `margin`
+    if it tells how much better `chosen` is. `ranking` is set if it ranks several answers, as (rank,
+    answer) with 1 the best; `chosen` is then the best of them and `rejected` the worst. One made of
+    graded answers has, in its order, their `grades` and the `rows` of each. Columns that Tandem
+    does not read are kept for reward functions.
 
     Example: the row {"prompt": "2+2?", "chosen": "4", "rejected": "5", "level": "easy"} is
     Sample(prompt=(Message("user", "2+2?"),), chosen="4", rejected="5", columns={"level": "easy"}).
@@ -70,16 +60,17 @@ class Sample:
 
     source: Source
     prompt: tuple[Message, ...] = ()
-    chosen: str | None = None
-    rejected: str | None = None
+    chosen: Answer | None = None
+    rejected: Answer | None = None
     text: str | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
     label: bool | None = None
     margin: float = 0.0
-    ranking: tuple[tuple[int, str], ...] = ()
+    ranking: tuple[tuple[int, Answer], ...] = ()
     grade: float | None = None
     grades: tuple[float, ...] = ()
     rows: tuple[tuple[Source, ...], ...] = ()
+    tools: str = ""
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -183,12 +174,14 @@ class GradedRow(AnswerRow):
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A prompt to answer: its ids up to where the assistant begins, its turns, its columns."""
+    """A prompt to answer: its ids up to where the assistant begins, its turns, its columns, the
+    tools that may be called (a list as JSON text)."""
 
     token_ids: tuple[int, ...]
     messages: tuple[Message, ...]
     columns: Mapping[str, Any]
     source: Source
+    tools: str = ""
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "tandem"
 
 LAYERS = (
-    ("errors",),
+    ("errors", "message"),
     ("types", "text", "stopping"),
     ("config", "files", "garbage", "process", "processor", "devices", "named_functions"),
     ("ops", "tensor_files"),

@@ -22,6 +22,7 @@ from tandem.data.own_template import read_template
 from tandem.data.split import Split, opening, shares_among
 from tandem.data.tokenview import render, token_text
 from tandem.errors import DataError, ModelError
+from tandem.message import answer_text
 from tandem.text import first_line, visible
 from tandem.types import Sample
 
@@ -142,9 +143,11 @@ def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 def _parts(sample: Sample) -> dict[str, str]:
     """A sample's texts by name."""
-    prompt = "".join(turn.content for turn in sample.prompt)
-    named = {"prompt": prompt or None, "chosen": sample.chosen, "rejected": sample.rejected}
-    return {k: v for k, v in {**named, "text": sample.text}.items() if v is not None}
+    prompt = sample.tools + "".join(map(answer_text, sample.prompt))
+    answers = {"chosen": sample.chosen, "rejected": sample.rejected}
+    said = {name: answer_text(answer) for name, answer in answers.items() if answer is not None}
+    named = {"prompt": prompt or None, **said, "text": sample.text}
+    return {name: text for name, text in named.items() if text is not None}
 
 
 def _print_lengths(console: Console, unit: str, lengths: Mapping[str, Sequence[int]]) -> None:
@@ -162,7 +165,7 @@ def _print_lengths(console: Console, unit: str, lengths: Mapping[str, Sequence[i
 def _print_bias(console: Console, read: Sequence[ReadRow]) -> None:
     """How well length alone predicts the chosen answer, which a reward model may learn instead."""
     pairs = [
-        (len(row.sample.chosen), len(row.sample.rejected))
+        (len(answer_text(row.sample.chosen)), len(answer_text(row.sample.rejected)))
         for row in read
         if row.sample.chosen is not None and row.sample.rejected is not None
     ]
@@ -236,14 +239,16 @@ def _first_rows(read: Iterable[ReadRow], rows: int) -> Iterable[ReadRow]:
 
 def _print_sample(console: Console, sample: Sample) -> None:
     console.print(Text(f"\n{visible(str(sample.source))}", style="bold"))
+    if sample.tools:
+        console.print(Text(f"  tools: {_shown(sample.tools)}", style="dim"))
     for turn in sample.prompt:
-        console.print(Text(f"  {turn.role}: {_shown(turn.content)}", style="dim"))
+        console.print(Text(f"  {turn.role}: {_shown(answer_text(turn))}", style="dim"))
     if sample.grade is not None:
         console.print(Text(f"  grade: {sample.grade:g}", style="dim"))
     for part in ("chosen", "rejected", "text"):
         if (answer := getattr(sample, part)) is not None:
             style = "red" if part == "rejected" else "green"
-            console.print(Text(f"  {part}: {_shown(answer)}", style=style))
+            console.print(Text(f"  {part}: {_shown(answer_text(answer))}", style=style))
 
 
 def _shown(text: str) -> str:

@@ -23,6 +23,7 @@ from tandem.data.lines import (
     swollen,
 )
 from tandem.data.rows import BadRow, RawRow
+from tandem.data.tools import without_nulls
 from tandem.errors import DataError
 from tandem.text import first_line, named_line, visible
 from tandem.types import Source
@@ -168,13 +169,13 @@ def unconvertible(error: Exception, source: Source) -> BadRow:
 def _batch_rows(batch: Any) -> Iterator[dict[str, Any] | Exception]:
     """The rows of an Arrow batch; an error in place of one that cannot be converted."""
     try:
-        yield from batch.to_pylist()
+        yield from map(without_nulls, batch.to_pylist())
         return
     except (ValueError, OverflowError, KeyError, TypeError):
         pass  # find the rows
     for i in range(batch.num_rows):
         try:
-            yield batch.slice(i, 1).to_pylist()[0]
+            yield without_nulls(batch.slice(i, 1).to_pylist()[0])
         except (ValueError, OverflowError, KeyError, TypeError) as error:
             yield error
 

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from tandem.data.excerpt import describe
 from tandem.data.rows import RowProblem
-from tandem.types import Message, Sample
+from tandem.message import Answer, Message, bare
+from tandem.types import Sample
 
 Mode = Literal["auto", "pairs", "regression"]
 """How the reward model's stage learns graded answers (`reward.grades`)."""
@@ -78,7 +79,7 @@ def read_grade(row: Mapping[str, Any], sample: Sample, columns: Mapping[str, str
     return Graded(grade, column, UNREAD_GRADE.format(column) if grade is None else "")
 
 
-def answer_of(sample: Sample) -> str | None:
+def answer_of(sample: Sample) -> Answer | None:
     """The only answer of a row that grades or labels it."""
     return sample.chosen if sample.chosen is not None else sample.rejected
 
@@ -143,18 +144,18 @@ class Ranked:
 
 def rank(samples: Mapping[int, Sample]) -> Ranked:
     """Rank the graded ones of numbered samples by prompt and data set."""
-    groups: dict[tuple[str, tuple[Message, ...]], list[int]] = defaultdict(list)
+    groups: dict[tuple[str, tuple[Message, ...], str], list[int]] = defaultdict(list)
     for number, sample in samples.items():
         if sample.grade is not None:
-            groups[sample.source.dataset, sample.prompt].append(number)
+            groups[sample.source.dataset, sample.prompt, sample.tools].append(number)
     made = Ranked()
-    for (name, _), numbers in groups.items():
-        grades: dict[str, list[float]] = defaultdict(list)
-        texts: dict[str, str] = {}
+    for (name, _, _), numbers in groups.items():
+        grades: dict[Answer, list[float]] = defaultdict(list)
+        texts: dict[Answer, Answer] = {}
         for number in numbers:
             text = answer_of(samples[number]) or ""
-            grades[text.strip()].append(samples[number].grade or 0.0)
-            texts.setdefault(text.strip(), text)
+            grades[bare(text)].append(samples[number].grade or 0.0)
+            texts.setdefault(bare(text), text)
         means = {text: sum(found) / len(found) for text, found in grades.items()}
         if len(set(means.values())) < 2:
             made.left |= dict.fromkeys(numbers, ALONE if len(means) < 2 else TIED)
@@ -190,7 +191,7 @@ def chosen_mode(
 
 
 def _ranking(
-    samples: Sequence[Sample], means: Mapping[str, float], texts: Mapping[str, str]
+    samples: Sequence[Sample], means: Mapping[Answer, float], texts: Mapping[Answer, Answer]
 ) -> Sample:
     ordered = sorted(means, key=lambda text: -means[text])  # stable: equal ones as they came
     places = {grade: place for place, grade in enumerate(sorted(set(means.values()))[::-1], 1)}
@@ -203,9 +204,9 @@ def _ranking(
         ranking=tuple((places[means[text]], texts[text]) for text in ordered),
         grades=tuple(means[text] for text in ordered),
         rows=tuple(
-            tuple(s.source for s in samples if (answer_of(s) or "").strip() == text)
-            for text in ordered
+            tuple(s.source for s in samples if bare(answer_of(s) or "") == text) for text in ordered
         ),
+        tools=first.tools,
     )
 
 

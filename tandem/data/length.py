@@ -155,13 +155,13 @@ def fit_prompt(
         shorter.append(messages)
 
     def fits(turns: tuple[Message, ...]) -> bool:
-        return len(renderer.prompt(turns, row.columns, row.source)) <= max_tokens
+        return len(renderer.prompt(turns, row.columns, row.source, row.tools)) <= max_tokens
 
     # Fewer turns have fewer tokens, so bisection renders only a few of the candidates.
     first = bisect_left(shorter, True, key=fits)
     if first == len(shorter):
         return Fitted(None, "dropped", "last turns alone longer than max_prompt_tokens")
-    fitted = renderer.prompt(shorter[first], row.columns, row.source)
+    fitted = renderer.prompt(shorter[first], row.columns, row.source, row.tools)
     return Fitted(fitted, "truncated", "oldest turns removed for max_prompt_tokens")
 
 

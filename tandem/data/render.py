@@ -12,13 +12,15 @@ plain tokens (see tandem.data.control).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, cast, get_args
+from functools import partial
+from typing import Any, get_args
 
 from transformers import PreTrainedTokenizerBase
 
+from tandem.data.changed_json import changed_tools, changed_turn, each, texts_of, tool_texts
 from tandem.data.control import ControlTokens, free_mark
 from tandem.data.excerpt import excerpt
 from tandem.data.marked_template import marked, rendering
@@ -26,9 +28,12 @@ from tandem.data.own_template import PROBES, OwnTemplate, text_before
 from tandem.data.span_tokenizer import PieceTokenizer
 from tandem.data.template import ChatTemplate, Part
 from tandem.data.template_limits import deadline
+from tandem.data.tools import for_template
+from tandem.data.turns import listed_tools, turns_in
 from tandem.errors import DataError, ModelError
+from tandem.message import Answer, Message, Role, answer_turn
 from tandem.text import visible
-from tandem.types import Message, PromptRow, Role, Source, TokenRow
+from tandem.types import PromptRow, Source, TokenRow
 
 IN_MEMORY = Source(dataset="", path="conversation", line=1)
 """The source of a prompt that is not from a file, such as a chat's."""
@@ -142,38 +147,43 @@ class Renderer:
 
     def prompt(
         self,
-        messages: str | Sequence[Message | Mapping[str, str]],
+        messages: str | Sequence[Message | Mapping[str, Any]],
         columns: Mapping[str, Any] | None = None,
         source: Source = IN_MEMORY,
+        tools: str | Sequence[Mapping[str, Any]] = "",
     ) -> PromptRow:
         """`messages` up to where the assistant begins.
 
         Args:
-            messages: the turns, as Message or as {"role": ..., "content": ...}; a text is one user
-                turn.
+            messages: the turns, as Message or as {"role": ..., "content": ...}, with tool_calls,
+                tool_call_id and name if they have them; a text is one user turn.
+            tools: JSON schemas of what the assistant may call, or their list as JSON text.
         Raises:
             DataError: there is no turn, or the template or the tokenizer refuses one.
         """
         where = visible(str(source))
-        messages = _turns(messages)
-        cut, mark = self._cut(messages, source)
+        turns, listed = turns_in(messages), listed_tools(tools)
         with _in_time(where):
-            turns, text = self._template.text(cut, mark, where)
-            parts = self._template.parts(turns, text, where, every_answer=False)
+            cut, mark, template = self._cut(turns, listed, source)
+            shown, text = template.text(cut, mark, where)
+            parts = template.parts(shown, text, where, every_answer=False)
         ids, _ = self._encode(parts, mark, where)
-        return PromptRow(tuple(ids), tuple(messages), dict(columns or {}), source)
+        return PromptRow(tuple(ids), tuple(turns), dict(columns or {}), source, listed)
 
     def conversation(
         self,
         messages: Sequence[Message],
-        answer: str,
+        answer: Answer,
         source: Source,
         last_turn_only: bool = False,
+        tools: str | Sequence[Mapping[str, Any]] = "",
     ) -> TokenRow:
         """`messages` with `answer` as the assistant's last turn; ends right after its terminator.
 
         Args:
             messages: the turns before the answer.
+            answer: text, or the assistant's turn if that calls tools.
+            tools: as for `prompt`.
             last_turn_only: response_mask holds on the answer alone (pairs of answers), instead of
                 on every assistant turn that is `learned`. Terminators are included in both cases.
         Raises:
@@ -181,11 +191,12 @@ class Renderer:
             ModelError: the template does not show which tokens are the assistant's.
         """
         where = visible(str(source))
-        cut, mark = self._cut([*messages, Message("assistant", answer)], source)
+        every = [*messages, answer_turn(answer)]
         with _in_time(where):
-            before = self._before_answer(tuple(cut[:-1]), mark, where, not last_turn_only)
-            turns, text = self._template.text([*before.turns, cut[-1]], mark, where, answered=True)
-            last = self._template.answer(turns, text, before.text, where)
+            cut, mark, template = self._cut(every, listed_tools(tools), source)
+            before = self._before_answer(template, tuple(cut[:-1]), mark, where, not last_turn_only)
+            turns, text = template.text([*before.turns, cut[-1]], mark, where, answered=True)
+            last = template.answer(turns, text, before.text, where)
         prompt_ids = before.ids
         answer_ids, answer_mask = self._encode([last], mark, where)
         mask = ([False] * len(prompt_ids) if last_turn_only else before.mask) + answer_mask
@@ -227,9 +238,16 @@ class Renderer:
 
     def hides(self, messages: Sequence[Message], role: str) -> bool:
         """Whether the template writes nothing of a role's turns; not where it refuses them."""
+        return self._hidden(messages, lambda turns: self._template.hides(turns, role))
+
+    def hides_tools(self, messages: Sequence[Message]) -> bool:
+        """Whether the template writes nothing of tools; not where it refuses the turns."""
+        return self._hidden(messages, self._template.hides_tools)
+
+    def _hidden(self, messages: Sequence[Message], hides: Callable[[list[Message]], bool]) -> bool:
         try:
             with _in_time("probe"):
-                return self._template.hides(messages, role)
+                return hides(self._in_form(messages, "", "probe"))
         except DataError:
             return False
 
@@ -246,14 +264,19 @@ class Renderer:
         return self.chat_template == other.chat_template  # one may have been saved, with marks
 
     def _before_answer(
-        self, turns: tuple[Message, ...], mark: str, where: str, every_answer: bool
+        self,
+        template: ChatTemplate,
+        turns: tuple[Message, ...],
+        mark: str,
+        where: str,
+        every_answer: bool,
     ) -> _BeforeAnswer:
         """A conversation up to where the last answer begins; that of the call before is kept, since
         all answers of a pair, a ranking or a group have the same."""
-        key = (turns, mark, every_answer)
+        key = (template, turns, mark, every_answer)
         if self._last is None or self._last[0] != key:
-            shown, text = self._template.text(turns, mark, where)
-            parts = self._template.parts(shown, text, where, every_answer=every_answer)
+            shown, text = template.text(turns, mark, where)
+            parts = template.parts(shown, text, where, every_answer=every_answer)
             ids, mask = self._encode(parts, mark, where, turns if every_answer else ())
             self._last = (key, _BeforeAnswer(shown, text, ids, mask))
         return self._last[1]
@@ -277,22 +300,45 @@ class Renderer:
             mask += [part.answer and next(learned, True)] * len(new)
         return ids, mask
 
-    def _cut(self, messages: Sequence[Message], source: Source) -> tuple[list[Message], str]:
-        """The turns with every control string in them cut at the mark, and the mark."""
+    def _cut(
+        self, messages: Sequence[Message], tools: str, source: Source
+    ) -> tuple[list[Message], str, ChatTemplate]:
+        """The turns with every control string in them cut at the mark, the mark, and the template
+        with the tools, which are cut as well."""
         if not messages or (len(messages) == 1 and messages[0].role == "assistant"):
             raise DataError(
                 f"{visible(str(source))}: a conversation must hold a turn to answer; got none. "
                 "Put the user's turn before the answer."
             )
+        texts = []
+        messages = self._in_form(messages, tools, visible(str(source)))
         for message in messages:
             if message.role not in get_args(Role):
                 raise DataError(
                     f"{visible(str(source))}: role must be one of {', '.join(get_args(Role))}; got "
                     f"{excerpt(message.role)}. Rename it."
                 )
-            self._check_text(message.content, source)
-        mark = free_mark([self._template.source, *(m.content for m in messages)])
-        return [replace(m, content=self._control.cut(m.content, mark)) for m in messages], mark
+            texts += texts_of(message)
+        texts += tool_texts(tools)
+        for text in texts:
+            self._check_text(text, source)
+        mark = free_mark([self._template.source, *texts])
+        change = each(partial(self._control.cut, mark=mark))
+        if tools:
+            tools = changed_tools(tools, change)
+        return [changed_turn(m, change) for m in messages], mark, self._template.given(tools, mark)
+
+    def _in_form(self, messages: Sequence[Message], tools: str, where: str) -> list[Message]:
+        """The turns with calls as the template takes them."""
+        if not any(m.tool_calls for m in messages):
+            return list(messages)
+        form = self._template.calls.checked_form(messages, bool(tools), where)
+        return [
+            replace(m, tool_calls=for_template(m.tool_calls, as_text=form.as_text))
+            if m.tool_calls
+            else m
+            for m in messages
+        ]
 
     def _check_text(self, text: str, source: Source) -> None:
         if char := self._control.unwritable(text):
@@ -329,23 +375,6 @@ def _in_time(where: str) -> Iterator[None]:
             f"{where}: turns must render in time; got {error} of the chat template. Remove this "
             "row, or use another chat_template."
         ) from error
-
-
-def _turns(messages: str | Sequence[Message | Mapping[str, str]]) -> list[Message]:
-    if isinstance(messages, str):
-        return [Message("user", messages)]
-    turns = []
-    for turn in messages:
-        if isinstance(turn, Mapping) and {"role", "content"} <= turn.keys():
-            turn = Message(cast(Role, turn["role"]), turn["content"])
-        if not isinstance(turn, Message) or not isinstance(turn.content, str):
-            raise DataError(
-                "a prompt must be a text, or turns as Message or mappings of role and content; got "
-                f"{excerpt(repr(turn))}. Write e.g. prompt('Hello') or "
-                "prompt([{'role': 'user', 'content': 'Hello'}])."
-            )
-        turns.append(turn)
-    return turns
 
 
 def _definition(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -29,6 +29,7 @@ from tandem.data.excerpt import describe, excerpt, names
 from tandem.data.grades import read_grade
 from tandem.data.labels import is_labelled, is_verdict, labelled, margin_of, verdict
 from tandem.data.rows import RowProblem
+from tandem.data.tools import tools_or_note
 from tandem.data.turns import (
     Turns,
     check_prompt,
@@ -43,7 +44,8 @@ from tandem.data.turns import (
     turns_of,
 )
 from tandem.data.unread import column_notes, skipped_notes, turn_notes
-from tandem.types import Message, Sample, Source
+from tandem.message import Answer, Message, answer_text, bare
+from tandem.types import Sample, Source
 
 Row = Mapping[str, Any]
 
@@ -117,22 +119,27 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
     graded = read_grade(renamed if "grade" in shape.may else {}, sample, columns)
     where = {**found, **marks, **columns}
     read = joined | {where.get(role, role) for role in shape.needs + shape.may}
-    read -= {"answer", "margin", where.get("grade", "grade"), found.get("completion", "answer")}
+    listing = where.get("tools", "tools")
+    read -= {"answer", "margin", listing, where.get("grade", "grade")}
+    read -= {found.get("completion", "answer")}
     if not is_labelled(renamed):
         read.discard(where.get("label", "label"))
     extra = {name: value for name, value in row.items() if name not in read}
-    sample = replace(sample, columns=extra, grade=graded.grade)
+    listed_in = renamed if "tools" in shape.may else {}
+    tools, no_tools = tools_or_note(listed_in.get("tools"), is_mapped="tools" in columns)
+    sample = replace(sample, columns=extra, grade=graded.grade, tools=tools)
     alone = shape.read is prompt_only
-    left = column_notes(extra) if shape.read is not plain_text else ()
+    unread = {name: value for name, value in extra.items() if name != listing or not tools}
+    left = column_notes(unread) if shape.read is not plain_text else ()
     if graded.grade is not None and graded.column != "grade":
         found |= {"grade": graded.column}
     return Shaped(
         sample,
         shape.name + (f" with {_written(found)}" if found else ""),
-        (*_notes(renamed, shape, sample), *filter(None, [graded.note]), *left),
+        (*_notes(renamed, shape, sample), *filter(None, [graded.note, no_tools]), *left),
         where.get("label", "label") if sample.label is not None else "",
         where.get(graded.column, graded.column),
-        tuple(name for name, value in extra.items() if says_something(value)) if alone else (),
+        tuple(name for name, value in unread.items() if says_something(value)) if alone else (),
     )
 
 
@@ -277,21 +284,22 @@ def prompt_only(row: Row, source: Source) -> Sample:
 
 # What a row may say about its only answer.
 _ANSWER = ("label", "grade")
-_PAIR = ("system", "margin")
+_ASKED = ("system", "tools")
+_PAIR = (*_ASKED, "margin")
 
 # The first that fits is used: the most specific columns come first.
 SHAPES = (
     Shape("preference", ("prompt", "chosen"), (*_PAIR, "rejected", "grade"), preference),
     Shape("dialog preference", ("chosen", "rejected"), _PAIR, dialog_preference),
-    Shape("completion", ("prompt", "completion"), ("system", *_ANSWER), prompt_completion),
-    Shape("messages", ("messages",), ("system", *_ANSWER), messages),
-    Shape("sharegpt", ("conversations",), ("system", *_ANSWER), sharegpt),
-    Shape("alpaca", ("instruction", "output"), ("input", "system", "history", *_ANSWER), alpaca),
+    Shape("completion", ("prompt", "completion"), (*_ASKED, *_ANSWER), prompt_completion),
+    Shape("messages", ("messages",), (*_ASKED, *_ANSWER), messages),
+    Shape("sharegpt", ("conversations",), (*_ASKED, *_ANSWER), sharegpt),
+    Shape("alpaca", ("instruction", "output"), ("input", *_ASKED, "history", *_ANSWER), alpaca),
     Shape("text", ("text",), (), plain_text),
-    Shape("question", ("question", "answer"), ("system", *_ANSWER), question_answer),
-    Shape("ranking", ("prompt", "ranking"), ("system",), ranking),
-    Shape("ranked answers", ("prompt", "answers", "ranks"), ("system",), ranking),
-    Shape("prompt", ("prompt",), ("system",), prompt_only),
+    Shape("question", ("question", "answer"), (*_ASKED, *_ANSWER), question_answer),
+    Shape("ranking", ("prompt", "ranking"), _ASKED, ranking),
+    Shape("ranked answers", ("prompt", "answers", "ranks"), _ASKED, ranking),
+    Shape("prompt", ("prompt",), _ASKED, prompt_only),
 )
 
 
@@ -326,19 +334,20 @@ def _dialog(prompt: Turns, answer: Any, field: str) -> Turns:
     raise RowProblem(field, found, "continue the prompt, or repeat it")
 
 
-def _last_answer(turns: Turns, field: str, prompt_field: str) -> tuple[Turns, str]:
+def _last_answer(turns: Turns, field: str, prompt_field: str) -> tuple[Turns, Answer]:
     """(the turns before the answer, the answer): the dialog must end with the assistant.
 
     `field` and `prompt_field` name the answer's column and the prompt's in errors.
     """
     if turns[-1].role != "assistant":
         raise RowProblem(field, f"{turns[-1].role} last", "end with an assistant turn")
-    if not turns[-1].content.strip():
+    answer = turns[-1] if turns[-1].tool_calls else turns[-1].content
+    if not answer_text(answer).strip():
         raise RowProblem(field, excerpt(turns[-1].content), "not be blank")
     if not turns[-1].learned:
         found = "weight 0 or train false on it"
         raise RowProblem(field, found, "end with an answer to learn", "Remove the mark or the row.")
-    return check_prompt(turns[:-1], prompt_field), turns[-1].content
+    return check_prompt(turns[:-1], prompt_field), answer
 
 
 def _pair(
@@ -355,7 +364,7 @@ def _pair(
         raise RowProblem("rejected", found, "share all turns but the last with chosen")
     prompt, preferred = _last_answer(chosen, "chosen", prompt_field)
     _, beaten = _last_answer(rejected, "rejected", prompt_field)
-    if preferred.strip() == beaten.strip():
+    if bare(preferred) == bare(beaten):
         raise RowProblem("rejected", "the same answer twice", "differ from chosen")
     return Sample(source, prompt, preferred, beaten, margin=margin)
 

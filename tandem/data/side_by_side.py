@@ -28,10 +28,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from tandem.data.render import IN_MEMORY, Renderer
 from tandem.errors import DataError
+from tandem.message import Answer, Message
 from tandem.process import die_with_parent, fork
 from tandem.processor import num_cores
 from tandem.stopping import holding_back
-from tandem.types import Message, PromptRow, Source, TokenRow
+from tandem.types import PromptRow, Source, TokenRow
 
 Item = TypeVar("Item")
 Made = tuple[bytes, bytes]
@@ -60,15 +61,17 @@ class RendersRows(Protocol):
         messages: Sequence[Message],
         columns: Mapping[str, Any] | None = None,
         source: Source = IN_MEMORY,
+        tools: str = "",
     ) -> PromptRow:
         """As `Renderer.prompt`."""
 
     def conversation(
         self,
         messages: Sequence[Message],
-        answer: str,
+        answer: Answer,
         source: Source,
         last_turn_only: bool = False,
+        tools: str = "",
     ) -> TokenRow:
         """As `Renderer.conversation`."""
 
@@ -129,18 +132,20 @@ class _Between(ABC):
         messages: Sequence[Message],
         columns: Mapping[str, Any] | None = None,
         source: Source = IN_MEMORY,
+        tools: str = "",
     ) -> PromptRow:
-        made = self._made(lambda: self.renderer.prompt(messages, columns, source))
-        return PromptRow(_ids(made), tuple(messages), dict(columns or {}), source)
+        made = self._made(lambda: self.renderer.prompt(messages, columns, source, tools))
+        return PromptRow(_ids(made), tuple(messages), dict(columns or {}), source, tools)
 
     def conversation(
         self,
         messages: Sequence[Message],
-        answer: str,
+        answer: Answer,
         source: Source,
         last_turn_only: bool = False,
+        tools: str = "",
     ) -> TokenRow:
-        ask = partial(self.renderer.conversation, messages, answer, source, last_turn_only)
+        ask = partial(self.renderer.conversation, messages, answer, source, last_turn_only, tools)
         return self._row(ask, source)
 
     def document(self, text: str, source: Source) -> TokenRow:

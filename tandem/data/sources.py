@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 ROLES = (
-    *("prompt", "chosen", "rejected", "completion", "messages", "text", "system"),
+    *("prompt", "chosen", "rejected", "completion", "messages", "text", "system", "tools"),
     *("label", "grade", "margin", "ranking", "answers", "ranks"),
 )
 """The roles of a column map."""

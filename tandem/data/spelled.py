@@ -10,8 +10,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from tandem.data.changed_json import texts_of, tool_texts
 from tandem.data.ledger import Ledger
 from tandem.data.render import Renderer
+from tandem.message import answer_turn
 from tandem.types import Sample
 
 _SHOWN = 4
@@ -61,7 +63,10 @@ def note_spelled(samples: Iterable[Sample], renderer: Renderer, ledger: Ledger) 
 
 def _texts(sample: Sample) -> Iterable[str]:
     """All text of a sample."""
-    yield from (turn.content for turn in sample.prompt)
     ranked = [answer for _, answer in sample.ranking]
     answers = ranked or (sample.chosen, sample.rejected)
-    yield from (text for text in (*answers, sample.text) if text)
+    for turn in (*sample.prompt, *(answer_turn(answer) for answer in answers if answer)):
+        yield from texts_of(turn)
+    yield from tool_texts(sample.tools)
+    if sample.text:
+        yield sample.text

@@ -59,8 +59,12 @@ def split_key(sample: Sample, seed: int) -> bytes:
 
 def content_key(sample: Sample) -> bytes:
     """32 bytes that two samples share if they are the same in every turn and answer."""
-    turns = tuple((turn.role, turn.content) for turn in sample.prompt)
-    content = (turns, sample.chosen, sample.rejected, sample.text)
+    turns = tuple(
+        (turn.role, turn.content, *filter(None, (turn.tool_calls, turn.tool_call_id, turn.name)))
+        for turn in sample.prompt
+    )
+    tools = (sample.tools,) if sample.tools else ()
+    content = (turns, sample.chosen, sample.rejected, sample.text, *tools)
     return hashlib.sha256(repr(content).encode()).digest()
 
 

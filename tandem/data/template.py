@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from tandem.data.answer_places import MOST_TURNS, places
+from tandem.data.call_form import PROBE_TOOLS, CallForm, Calls
+from tandem.data.changed_json import (
+    PROBE,
+    changed_tools,
+    changed_turn,
+    each,
+    neutral_tools,
+    neutral_turns,
+)
 from tandem.data.control import ControlTokens
 from tandem.data.default_template import DEFAULT_TEMPLATE
 from tandem.data.excerpt import excerpt
@@ -19,15 +31,10 @@ from tandem.data.template_limits import deadline, require_bounded
 from tandem.errors import DataError, ModelError
 from tandem.types import Message
 
-_PROBE = "Qz7probe"
 _FRAME = 100_000
 """Characters that a template may write of its own for a conversation, and for each of its turns."""
-_EXACT_ANSWERS = 32
-"""Up to this many earlier answers, each is located by rendering everything before it."""
-_CHECKS = 8
-"""How many answers of a longer conversation are located that way, to check the others."""
-_MOST_TURNS = 512
-"""Most turns whose answers are all located that way if the checks fail; time is quadratic."""
+_INDENTED = 20
+"""Characters that it may write for each of tools and calls: JSON may be indented."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +50,6 @@ class Part:
     before: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """An earlier answer in the text of a whole conversation: text[start:end]."""
-
-    start: int
-    end: int
-
-
 class ChatTemplate:
     """The only way from a conversation to text.
 
@@ -60,7 +59,9 @@ class ChatTemplate:
         prefix: the text of the tokenizer's BOS, for the default template.
         own: the user's own, if the tokenizer was given one; messages name it.
     Attributes:
+        name: what messages call it.
         source: the jinja template.
+        calls: how calls of tools must be given.
         opening: turns that it accepts: a user's, after a system turn if it requires one.
         lead: template text between the generation prompt and the assistant's words.
         trail: template text between those words and the terminator.
@@ -82,21 +83,25 @@ class ChatTemplate:
         self.source: str
         if own is not None:
             self.source = own.filled(prefix)
-            self._name, self._advice = own.name, own.advice
+            self.name, self._advice = own.name, own.advice
         elif tokenizer.chat_template:
             self.source = tokenizer.get_chat_template()
-            self._name = f"chat template of tokenizer {tokenizer.name_or_path!r}"
+            self.name = f"chat template of tokenizer {tokenizer.name_or_path!r}"
         else:
             self.source = DEFAULT_TEMPLATE.replace("PREFIX", json.dumps(prefix))
-            self._name = "default chat template"
+            self.name = "default chat template"
         self._control = control
-        self._own_controls: Callable[[tuple[Message, ...], bool], list[int]]
-        self._own_controls = lru_cache(maxsize=256)(self._own_controls_of)
+        self._tools = ""
+        self._controls: Callable[[tuple[Message, ...], bool, str], list[int]]
+        self._controls = lru_cache(maxsize=256)(self._controls_of)
         # Both answers of a pair, and all uses of a held-out row, share their prompt.
-        self._call = lru_cache(maxsize=64)(self._called)
-        require_bounded(self.source, self._name, self._advice)
+        self._rendered = lru_cache(maxsize=64)(self._called)
+        self._given = lru_cache(maxsize=64)(self._with_tools)
+        self.calls = Calls(self._rendered, self.name)
+        require_bounded(self.source, self.name, self._advice)
         self._template = TemplateCall(tokenizer, self.source)
         self.opening, self.lead, after = self._probe()
+        self.calls.opening = self.opening
         found = control.find(after)
         self.terminator = after[found[0].start : found[0].end] if found else ""
         self.trail = after[: found[0].start] if found else ""
@@ -104,13 +109,31 @@ class ChatTemplate:
         if own is not None:
             self._require_learnable()
 
+    def given(self, tools: str, mark: str) -> ChatTemplate:
+        """The same for conversations with tools.
+
+        Args:
+            tools: a list as JSON text, with marks inside every control string; "" for none.
+            mark: as for `text`.
+        """
+        return self._given(tools, mark) if tools else self
+
+    def hides_tools(self, messages: Sequence[Message]) -> bool:
+        """Whether nothing is written of tools.
+
+        Raises:
+            DataError: the template refuses these turns.
+        """
+        shown = self.given(PROBE_TOOLS, "").prompt(messages, "probe")
+        return PROBE.casefold() not in shown.casefold()
+
     def prompt(self, messages: Sequence[Message], where: str) -> str:
         """The text up to where the assistant begins.
 
         Raises:
             DataError: the template refuses these turns.
         """
-        return self._render(tuple(messages), True, where)
+        return self.render(tuple(messages), True, where)
 
     def hides(self, messages: Sequence[Message], role: str) -> bool:
         """Whether nothing is written of the turns of a role, in upper or lower case.
@@ -118,8 +141,8 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses these turns.
         """
-        probed = [Message(role, _PROBE) if m.role == role else m for m in messages]
-        return _PROBE.casefold() not in self.prompt(probed, "probe").casefold()
+        probed = [replace(m, content=PROBE) if m.role == role else m for m in messages]
+        return PROBE.casefold() not in self.prompt(probed, "probe").casefold()
 
     def text(
         self, messages: Sequence[Message], mark: str, where: str, *, answered: bool = False
@@ -143,23 +166,24 @@ class ChatTemplate:
                 they are written.
         """
         turns = tuple(messages)
-        text = self._render(turns, not answered, where)
-        neutral = tuple(map(_neutral, turns))
+        text = self.render(turns, not answered, where)
+        neutral = neutral_turns(turns, distinct=bool(self._tools))
         if self._control.written(text) == self._own_controls(neutral, answered):
             return turns, text
-        if len(turns) <= _MOST_TURNS:
+        if len(turns) <= MOST_TURNS:
             first = len(turns) - 1 if answered else 0
+            spelled = each(mark.join)
             turns = tuple(
-                Message(m.role, mark.join(m.content))
+                changed_turn(m, spelled)
                 if i >= first and self._steers((*neutral[:i], m, *neutral[i + 1 :]), answered)
                 else m
                 for i, m in enumerate(turns)
             )
-            text = self._render(turns, not answered, where)
+            text = self.render(turns, not answered, where)
             if self._control.written(text) == self._own_controls(neutral, answered):
                 return turns, text
         raise DataError(
-            f"{where}: turns must not become control tokens in the {self._name}; got "
+            f"{where}: turns must not become control tokens in the {self.name}; got "
             f"{excerpt(self._foreign(text, neutral, answered))} formed from their text. Remove "
             "this row, or use a chat_template that writes contents as they are."
         )
@@ -172,11 +196,19 @@ class ChatTemplate:
             prompt: the text of the turns before the last.
         Raises:
             ModelError: the template does not put the answer right after the prompt.
+            DataError: the same, of an answer with calls.
         """
-        end = self._answer_end(text, prompt)
+        end = self.answer_end(text, prompt, messages[-1])
+        if end is None and messages[-1].tool_calls:
+            raise DataError(
+                f"{where}: an answer with tool calls must follow the prompt and end as others do, "
+                f"with {excerpt(self.terminator + self._beyond)}; the {self.name} writes "
+                f"{excerpt(text[-60:])}. Write the call into the content, or use another "
+                "chat_template."
+            )
         if end is None:
             raise ModelError(
-                f"{self._name} must render an answered prompt as the prompt, the answer and "
+                f"{self.name} must render an answered prompt as the prompt, the answer and "
                 f"{excerpt(self.trail + self.terminator + self._beyond)}; got something else for "
                 f"{where} after {excerpt(prompt[-30:])}. {self._advice}"
             )
@@ -194,7 +226,8 @@ class ChatTemplate:
             text: the text of these turns, up to where the assistant begins.
         Raises:
             DataError: the template refuses these turns.
-            ModelError: `every_answer`, and the template rewrites an earlier turn.
+            ModelError: `every_answer`, and the template rewrites an earlier turn; a DataError if
+                that calls tools, or there are tools.
         """
         answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
         if answers[:1] == [0]:
@@ -204,11 +237,13 @@ class ChatTemplate:
             )
         parts: list[Part] = []
         cursor = 0
-        for i, placed in zip(answers, self._places(messages, answers, text, where), strict=True):
+        for i, placed in zip(answers, places(self, messages, answers, text, where), strict=True):
             if placed is None:
                 if every_answer:
-                    raise ModelError(
-                        f"{self._name} must render earlier turns as it did at first; got a "
+                    # Most templates take tools in another way, or not: others' rows can be used.
+                    has_tools = self._tools or messages[i].tool_calls
+                    raise (DataError if has_tools else ModelError)(
+                        f"{self.name} must render earlier turns as it did at first; got a "
                         f"rewrite of turn {i + 1} in {where}. Train on the last turn alone. "
                         f"{self._advice}"
                     )
@@ -220,87 +255,47 @@ class ChatTemplate:
                 cursor += len(self._tokenizer.eos_token)
         return [*parts, self._part(text, cursor, len(text), False)]
 
-    def _places(
-        self, messages: Sequence[Message], answers: Sequence[int], text: str, where: str
-    ) -> list[_Placed | None]:
-        """The positions of the answers in a conversation's text; None for a rewritten one.
-
-        An answer begins where the text of all turns before it ends. Rendering those for every
-        answer takes quadratic time, so in a long conversation only some are located that way. The
-        others follow from windows of two answers and from the text itself.
-
-        Raises:
-            DataError: a long conversation whose windows disagree with those few.
-        """
-        if len(answers) > _EXACT_ANSWERS:
-            places = self._places_by_windows(messages, answers, text, where)
-            every = len(answers) // _CHECKS
-            if places and all(
-                places[k] == self._place(messages, answers[k], text, where)
-                for k in range(len(answers) - 1, 0, -every)
-            ):
-                return places
-            if len(messages) > _MOST_TURNS:
-                raise DataError(
-                    f"{where}: a conversation must have at most {_MOST_TURNS} turns with a "
-                    f"{self._name} whose turns depend on distant turns; got {len(messages)}. "
-                    "Split the conversation."
-                )
-        return [self._place(messages, i, text, where) for i in answers]
-
-    def _place(self, messages: Sequence[Message], i: int, text: str, where: str) -> _Placed | None:
-        """The position of answer i in `text`, found by rendering all turns before it."""
-        prompt = self.prompt(messages[:i], where)
-        then = self._render(tuple(messages[: i + 1]), False, where)
-        end = self._answer_end(then, prompt)
-        if end is None or not text.startswith(then[:end] + self.terminator):
-            return None
-        return _Placed(len(prompt), end)
-
-    def _places_by_windows(
-        self, messages: Sequence[Message], answers: Sequence[int], text: str, where: str
-    ) -> list[_Placed | None]:
-        """As `_places`, from renderings of two answers at a time; [] if they do not fit."""
-        num_system = next((i for i, m in enumerate(messages) if m.role != "system"), 0)
-        system = messages[:num_system]
-        places = [self._place(messages, i, text, where) for i in answers[:2]]
-        for first, before, this in zip(answers, answers[1:], answers[2:], strict=False):
-            window = [*system, *messages[first + 1 : this + 1]]
-            try:
-                whole = self.prompt(window[:-1], where)
-                then = self._render(tuple(window), False, where)
-                last = self._place(window, len(system) + before - first - 1, whole, where)
-            except DataError:  # the template refuses this excerpt
-                return []
-            end, known = self._answer_end(then, whole), places[-1]
-            if end is None or last is None or known is None:
-                return []
-            start = known.end + len(whole) - last.end
-            expected = whole[last.end :] + then[len(whole) : end] + self.terminator
-            if not text.startswith(expected, known.end):
-                return []
-            places.append(_Placed(start, start + end - len(whole)))
-        return places
-
-    def _answer_end(self, text: str, prompt: str) -> int | None:
+    def answer_end(self, text: str, prompt: str, answer: Message) -> int | None:
         """Where the final answer ends in `text`; None if it does not follow `prompt`."""
-        after = self.trail + self.terminator + self._beyond
+        trail = "" if answer.tool_calls else self.trail  # what stands behind words
+        after = trail + self.terminator + self._beyond
         room = len(text) - len(prompt) - len(after)
         if room < 0 or not text.startswith(prompt) or not text.endswith(after):
             return None
-        return len(prompt) + room + len(self.trail)
+        return len(prompt) + room + len(trail)
 
     def _part(self, text: str, start: int, end: int, answer: bool) -> Part:
         before = text[max(0, start - self._control.longest) : start]
         return Part(text[start:end], answer, before)
 
-    def _own_controls_of(self, neutral: tuple[Message, ...], answered: bool) -> list[int]:
+    def _with_tools(self, tools: str, mark: str) -> ChatTemplate:
+        """As `given`. Tools of which the template makes control tokens are spelled out, as turns
+        are."""
+        template = copy(self)
+        template._tools = tools
+        if mark:
+            with suppress(Exception):  # the turns that the template takes say more
+                before = self._controls(self.opening, False, neutral_tools(tools))
+                if self._control.written(template._call(self.opening, True)) != before:
+                    template._tools = changed_tools(tools, each(mark.join))
+        return template
+
+    def _call(self, messages: tuple[Message, ...], prompt: bool) -> str:
+        has_calls = any(m.tool_calls for m in messages)
+        form = self.calls.form(bool(self._tools)) if has_calls else None
+        return self._rendered(messages, prompt, self._tools, form)
+
+    def _own_controls(self, neutral: tuple[Message, ...], answered: bool) -> list[int]:
         """The control tokens that the template writes for turns with neutral words."""
-        return self._control.written(self._call(neutral, not answered))
+        return self._controls(neutral, answered, self._tools and neutral_tools(self._tools))
+
+    def _controls_of(self, neutral: tuple[Message, ...], answered: bool, tools: str) -> list[int]:
+        template = self if tools == self._tools else self.given(tools, "")
+        return self._control.written(template._call(neutral, not answered))
 
     def _steers(self, turns: tuple[Message, ...], answered: bool) -> bool:
         """Whether the one turn with its own words adds control tokens."""
-        neutral = tuple(map(_neutral, turns))
+        neutral = neutral_turns(turns, distinct=bool(self._tools))
         text = self._call(turns, not answered)
         return self._control.written(text) != self._own_controls(neutral, answered)
 
@@ -314,7 +309,7 @@ class ChatTemplate:
 
     def _probe(self) -> tuple[tuple[Message, ...], str, str]:
         """Turns that the template accepts; its text before and after an assistant's words."""
-        user, answer = Message("user", "hello"), Message("assistant", _PROBE)
+        user, answer = Message("user", "hello"), Message("assistant", PROBE)
         problem: Exception | None = None
         # Some templates fail without a system turn, others with one.
         for opening in ((user,), (Message("system", "hello"), user)):
@@ -328,20 +323,20 @@ class ChatTemplate:
         else:
             assert problem is not None
             raise ModelError(
-                f"{self._name} must render a user's and an assistant's turn; got "
+                f"{self.name} must render a user's and an assistant's turn; got "
                 f"{_cause(problem)}. {self._advice}"
             ) from problem
         if not text.startswith(prompt):
             raise ModelError(
-                f"{self._name} must render an answered prompt as the prompt and then the answer; "
+                f"{self.name} must render an answered prompt as the prompt and then the answer; "
                 f"got {excerpt(prompt[-30:])} at the prompt's end and "
                 f"{excerpt(text[-60:])} with the answer. {self._advice}"
             )
-        lead, found, after = text[len(prompt) :].partition(_PROBE)
+        lead, found, after = text[len(prompt) :].partition(PROBE)
         if not found:
             raise ModelError(
-                f"{self._name} must write an assistant's words as they are; got "
-                f"{excerpt(text[len(prompt) :])} for {_PROBE!r}. {self._advice}"
+                f"{self.name} must write an assistant's words as they are; got "
+                f"{excerpt(text[len(prompt) :])} for {PROBE!r}. {self._advice}"
             )
         return opening, lead, after
 
@@ -350,39 +345,41 @@ class ChatTemplate:
         words = self.opening[-1].content
         if words not in (prompt := self._call(self.opening, True)):
             raise ModelError(
-                f"{self._name} must write the user's words as they are; got {excerpt(prompt)} for "
+                f"{self.name} must write the user's words as they are; got {excerpt(prompt)} for "
                 f"{words!r}. {self._advice}"
             )
         if not self.terminator and self._beyond.strip():
             raise ModelError(
-                f"{self._name} must end an answer with a control token, which training learns; got "
+                f"{self.name} must end an answer with a control token, which training learns; got "
                 f"{excerpt(self._beyond)}, which is plain text to tokenizer "
                 f"{self._tokenizer.name_or_path!r}. Write {{{{ eos_token }}}} there, or add the "
                 "token to the tokenizer and the model."
             )
 
-    def _render(self, messages: tuple[Message, ...], prompt: bool, where: str) -> str:
+    def render(self, messages: tuple[Message, ...], prompt: bool, where: str) -> str:
+        """The text of turns, with `prompt` up to where the assistant begins.
+
+        Raises:
+            DataError: the template refuses these turns.
+        """
         try:
             return self._call(messages, prompt)
         except Exception as error:  # as in `_probe`
             raise DataError(
-                f"{where}: turns must suit the {self._name}; got {_cause(error)} from "
+                f"{where}: turns must suit the {self.name}; got {_cause(error)} from "
                 f"it for {_roles(messages)}. Reorder or remove turns."
             ) from error
 
-    def _called(self, messages: tuple[Message, ...], prompt: bool) -> str:
-        dialog = [{"role": m.role, "content": m.content} for m in messages]
-        text = self._template(dialog, prompt)
+    def _called(
+        self, messages: tuple[Message, ...], prompt: bool, tools: str, form: CallForm | None
+    ) -> str:
+        dialog = [form.turn(m) if form and m.tool_calls else m.as_dict() for m in messages]
+        text = self._template(dialog, prompt, json.loads(tools) if tools else None)
+        written = len(tools) + sum(len(m.tool_calls) for m in messages)
         room = _FRAME + 2 * sum(len(m.content) for m in messages) + _FRAME * len(messages)
-        if len(text) > room:
-            raise ValueError(f"{len(text)} characters, more than {room}")
+        if len(text) > room + _INDENTED * written:
+            raise ValueError(f"{len(text)} characters, more than {room + _INDENTED * written}")
         return text
-
-
-def _neutral(message: Message) -> Message:
-    """The turn with neutral words; an empty turn stays empty, since templates may test for it."""
-    content = message.content
-    return Message(message.role, _PROBE if content.strip() else content and " ")
 
 
 def _cause(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from jinja2 import Template
@@ -10,7 +11,9 @@ from transformers.utils import chat_template_utils
 
 from tandem.data.template_limits import deadline
 
-Dialog = list[dict[str, str]]
+Dialog = list[dict[str, Any]]
+Tools = list[dict[Any, Any] | Callable[..., Any]] | None
+"""JSON schemas; no function is ever given."""
 
 _APPLY = PreTrainedTokenizerBase.apply_chat_template
 
@@ -33,33 +36,37 @@ class TemplateCall:
         self._globals: dict[str, Any] = {}
         self._compiled = self._tried()
 
-    def __call__(self, dialog: Dialog, prompt: bool) -> str:
+    def __call__(self, dialog: Dialog, prompt: bool, tools: Tools = None) -> str:
         """The turns' text; with `prompt` up to where the assistant begins."""
         if self._compiled is None:
-            return self._applied(dialog, prompt)
-        return self._direct(self._compiled, dialog, prompt)
+            return self._applied(dialog, prompt, tools)
+        return self._direct(self._compiled, dialog, prompt, tools)
 
     def __reduce__(self) -> tuple[type[TemplateCall], tuple[PreTrainedTokenizerBase, str]]:
         """Copies are made anew: a compiled template cannot be copied."""
         return TemplateCall, (self._tokenizer, self._source)
 
-    def _applied(self, dialog: Dialog, prompt: bool) -> str:
+    def _applied(self, dialog: Dialog, prompt: bool, tools: Tools = None) -> str:
         return str(
             self._tokenizer.apply_chat_template(
                 dialog,
+                tools=tools,
                 chat_template=self._source,
                 tokenize=False,
                 add_generation_prompt=prompt,
             )
         )
 
-    def _direct(self, compiled: Template, dialog: Dialog, prompt: bool) -> str:
+    def _direct(self, compiled: Template, dialog: Dialog, prompt: bool, tools: Tools = None) -> str:
         # A str of another class (an enum's, numpy's) has methods that the sandbox lets through.
-        plain = [{name: str.__str__(text) for name, text in turn.items()} for turn in dialog]
+        plain = [
+            {name: str.__str__(said) if isinstance(said, str) else said for name, said in t.items()}
+            for t in dialog
+        ]
         variables = {
             **self._globals,
             "messages": plain,
-            "tools": None,
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": prompt,
             **self._tokenizer.special_tokens_map,

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import product
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +72,8 @@ def _excess(source: str) -> str:
 
 
 def try_template(cpu_seconds: int, memory_bytes: int) -> None:
-    """Render conversations of 1 to 8 turns with the template on stdin, within the limits."""
+    """Render conversations of 1 to 8 turns, without tools and with one, with the template on stdin,
+    within the limits."""
     source = sys.stdin.buffer.read().decode("utf-8", "surrogatepass")
     lower_limit(resource.RLIMIT_CORE, 0)
     lower_limit(resource.RLIMIT_AS, memory_bytes)
@@ -84,12 +86,16 @@ def try_template(cpu_seconds: int, memory_bytes: int) -> None:
         raise
     except Exception:
         template = environment.from_string("")
-    for system in ([], [{"role": "system", "content": "hello"}]):
+    parameters = {"type": "object", "properties": {"hello": {"type": "string"}}}
+    function = {"name": "hello", "description": "hello", "parameters": parameters}
+    systems: Any = ([], [{"role": "system", "content": "hello"}])
+    for tools, system in product((None, [{"type": "function", "function": function}]), systems):
         for n in range(1, _TRIED + 1):
             turns = [*system, *({"role": role, "content": "hello"} for role in roles[:n])]
             try:
                 template.render(
                     messages=turns,
+                    tools=tools,
                     add_generation_prompt=roles[n - 1] == "user",
                     bos_token="<s>",
                     eos_token="</s>",

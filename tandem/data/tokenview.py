@@ -29,14 +29,16 @@ def render(renderer: Renderer, sample: Sample) -> dict[str, TokenRow]:
     """
     if sample.text is not None:
         return {"text": renderer.document(sample.text, sample.source)}
-    prompt = renderer.prompt(sample.prompt, sample.columns, sample.source).token_ids
+    prompt = renderer.prompt(sample.prompt, source=sample.source, tools=sample.tools).token_ids
     rendered = {"prompt": TokenRow(prompt, (False,) * len(prompt), sample.source)}
     if sample.chosen is not None:
-        rendered["chosen"] = renderer.conversation(sample.prompt, sample.chosen, sample.source)
+        rendered["chosen"] = renderer.conversation(
+            sample.prompt, sample.chosen, sample.source, tools=sample.tools
+        )
     if sample.rejected is not None:
         # Pairs are compared by their last answers alone, so no earlier turn is marked.
         rendered["rejected"] = renderer.conversation(
-            sample.prompt, sample.rejected, sample.source, last_turn_only=True
+            sample.prompt, sample.rejected, sample.source, last_turn_only=True, tools=sample.tools
         )
     return rendered
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from functools import lru_cache
+from typing import Any, cast
 
 from tandem.data.excerpt import describe, excerpt, names
 from tandem.data.rows import RowProblem
-from tandem.types import Message, Role
+from tandem.data.tools import read_calls, read_tools
+from tandem.errors import DataError
+from tandem.message import Message, Role
 
 Turns = tuple[Message, ...]
 
@@ -32,7 +35,7 @@ _ROLES: dict[str, Role] = {
     "observation": "tool",
 }
 _CALL_ROLES = {"function_call", "tool_call", "function-call", "tool-call"}
-_CALL = "Write the call into the content, as the model is to write it."
+"""Roles of turns whose content is a call: the assistant's."""
 _MESSAGE_LIST = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
 """The beginning of a list of messages that was saved as text."""
 _KNOWN_ROLE = re.compile(
@@ -205,28 +208,118 @@ def check_prompt(prompt: Turns, field: str) -> Turns:
         raise RowProblem(field, f"{prompt[-1].role} last", "end with a user turn before the answer")
     for number, turn in enumerate(prompt, 1):
         _check_encodable(turn.content, field)
-        if not turn.content.strip():
+        if not turn.content.strip() and not turn.tool_calls:
             raise RowProblem(field, f"a blank {turn.role} turn {number}", "have no blank turn")
     return prompt
+
+
+def turns_in(messages: str | Sequence[Message | Mapping[str, Any]]) -> list[Message]:
+    """A prompt as a caller gives it: a text is one user turn; others are Message, or mappings of
+    role and content with what else a turn may have.
+
+    Raises:
+        DataError: it is something else.
+    """
+    if isinstance(messages, str):
+        return [Message("user", messages)]
+    turns = []
+    for number, turn in enumerate(messages, 1):
+        if isinstance(turn, Mapping) and "role" in turn:
+            calls = read_calls(turn.get("tool_calls"), "tool_calls", number)
+            content = turn.get("content")
+            content = "" if calls and content is None else content
+            more = (turn.get(name) or "" for name in ("tool_call_id", "name"))
+            turn = Message(cast(Role, turn["role"]), cast(str, content), True, calls, *more)
+        if not isinstance(turn, Message) or not isinstance(turn.content, str):
+            raise DataError(
+                "a prompt must be a text, or turns as Message or mappings of role and content; got "
+                f"{excerpt(repr(turn))}. Write e.g. prompt('Hello') or "
+                "prompt([{'role': 'user', 'content': 'Hello'}])."
+            )
+        turns.append(turn)
+    return turns
+
+
+def listed_tools(tools: str | Sequence[Mapping[str, Any]]) -> str:
+    """Tools as JSON text, checked.
+
+    Raises:
+        RowProblem: as `read_tools`.
+    """
+    return _checked_tools(tools) if isinstance(tools, str) else read_tools(tools)
+
+
+@lru_cache(maxsize=256)
+def _checked_tools(tools: str) -> str:
+    """Rows of a data set often have the same."""
+    return read_tools(tools)
 
 
 def _turn(item: Any, field: str, number: int) -> Message:
     if not isinstance(item, dict):
         raise RowProblem(field, f"{describe(item)} as turn {number}", "have only objects")
     role_key, content_key = ("from", "value") if "from" in item else ("role", "content")
-    if role_key not in item or content_key not in item:
+    said = item.get("tool_calls") or item.get("function_call")
+    if role_key not in item or (content_key not in item and not said):
         expected = "have role and content (or from and value) in every turn"
         raise RowProblem(field, f"{names(item)} in turn {number}", expected)
-    if item.get("tool_calls") or item.get("function_call"):
+    role = item[role_key]
+    is_call = isinstance(role, str) and role.strip().lower() in _CALL_ROLES
+    role = "assistant" if is_call else _role(role, f"{field}.{role_key}", number)
+    calls, content = _calls(item, field, number), item.get(content_key)
+    if is_call:
+        calls, content = _call_turn(content, f"{field}.{content_key}", number), ""
+    if calls and role != "assistant":
+        raise RowProblem(
+            field, f"tool calls of {role} in turn {number}", "have the assistant's only"
+        )
+    content = "" if calls and not content else content
+    text = _content(content, f"{field}.{content_key}", number)
+    learned = role != "assistant" or _is_learned(item, field, number)
+    if role != "tool":
+        return Message(role, text, learned, calls)
+    answers = [_word(item, name, field, number) for name in ("tool_call_id", "name")]
+    return Message(role, text, learned, "", *answers)
+
+
+def _calls(item: Mapping[str, Any], field: str, number: int) -> str:
+    """The calls of a turn: OpenAI's `tool_calls`, or the older `function_call`."""
+    if item.get("tool_calls"):
+        return read_calls(item["tool_calls"], f"{field}.tool_calls", number)
+    if call := item.get("function_call"):
+        return read_calls(
+            [{"type": "function", "function": call}], f"{field}.function_call", number
+        )
+    return ""
+
+
+def _call_turn(content: Any, field: str, number: int) -> str:
+    """The calls of ShareGPT's turn from function_call: one as JSON, or a list of them."""
+    found = content
+    if isinstance(content, str):
+        try:
+            found = json.loads(content)
+        except (ValueError, RecursionError):
+            found = None
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(call, Mapping) for call in calls):
         raise RowProblem(
             field,
-            f"tool calls in turn {number}",
-            "have none",
-            _CALL,
+            f"{describe(content)} in turn {number}",
+            "be a call in JSON, or a list of them",
+            "Write a call in another notation into a turn of the assistant's.",
         )
-    role = _role(item[role_key], f"{field}.{role_key}", number)
-    content = _content(item[content_key], f"{field}.{content_key}", number)
-    return Message(role, content, role != "assistant" or _is_learned(item, field, number))
+    return read_calls(calls, field, number)
+
+
+def _word(item: Mapping[str, Any], name: str, field: str, number: int) -> str:
+    value = item.get(name)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise RowProblem(f"{field}.{name}", f"{describe(value)} in turn {number}", "be text")
+    _check_encodable(value, f"{field}.{name}")
+    return value
 
 
 def _is_learned(item: Mapping[str, Any], field: str, number: int) -> bool:
@@ -245,8 +338,6 @@ def _role(value: Any, field: str, number: int) -> Role:
         return known
     near = get_close_matches(str(value).lower(), _ROLES, 1, cutoff=0.5)
     advice = f"The nearest role is {near[0]}." if near else ""
-    if isinstance(value, str) and value.strip().lower() in _CALL_ROLES:
-        advice = f"That turn is the assistant's. {_CALL}"
     raise RowProblem(
         field,
         f"{describe(value)} in turn {number}",

@@ -1,8 +1,8 @@
 """What a row says that no model will read, as notes to be counted.
 
 Nothing here refuses a row: a reward function may want these columns, and the words of the
-conversation are there. What would be wrong without the rest (a turn's tool calls) is refused in
-`turns`.
+conversation are there. What would be wrong without the rest (tool calls that a template does not
+write) is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from tandem.data.turns import Turns, first_role
 
 _OF_A_PROMPT = (*CONTEXTS, "history", "system", "system_prompt")
 _LOST = {
-    "tools": "the model sees no list of tools",
     "functions": "the model sees no list of tools",
     "chat_template_kwargs": "the chat template is called without them",
 }

@@ -1,4 +1,4 @@
-"""Turns that the chat template leaves out, counted per data set.
+"""Turns and tools that the chat template leaves out, counted per data set.
 
 Templates for two roles alone may pass over the others in silence. Lost words of users and
 assistants are refused when the template is first tried; those of other roles are noted.
@@ -12,16 +12,18 @@ from tandem.data.ledger import Ledger
 from tandem.data.render import Renderer
 from tandem.types import Sample
 
+_NO_TOOLS = "column tools is not shown: the chat template leaves it out"
 _ALWAYS_SHOWN = {"user", "assistant"}
 
 
 def note_unshown(samples: Iterable[Sample], renderer: Renderer, ledger: Ledger) -> None:
-    """Note in the ledger how many rows have turns that no model will see.
+    """Note in the ledger how many rows have turns or tools that no model will see.
 
     Args:
         samples: of the ledger's data sets; one that comes again by its weight counts once.
     """
     hidden: dict[str, bool] = {}
+    hides_tools: bool | None = None
     for sample in {id(sample): sample for sample in samples}.values():
         for role in sorted({turn.role for turn in sample.prompt} - _ALWAYS_SHOWN):
             if role not in hidden:
@@ -29,3 +31,8 @@ def note_unshown(samples: Iterable[Sample], renderer: Renderer, ledger: Ledger) 
             if hidden[role]:
                 note = f"{role} turns are not shown: the chat template leaves them out"
                 ledger.datasets[sample.source.dataset].notes[note] += 1
+        if sample.tools:
+            if hides_tools is None:
+                hides_tools = renderer.hides_tools(sample.prompt)
+            if hides_tools:
+                ledger.datasets[sample.source.dataset].notes[_NO_TOOLS] += 1

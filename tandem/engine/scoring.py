@@ -75,7 +75,9 @@ class RewardScorer:
         for prompt, response, finished in zip(
             rollout.prompts, rollout.responses, rollout.finished.tolist(), strict=True
         ):
-            row = self.renderer.conversation(prompt.messages, response, prompt.source)
+            row = self.renderer.conversation(
+                prompt.messages, response, prompt.source, tools=prompt.tools
+            )
             # An answer that was cut off must not get a terminator.
             rows.append(row if finished else _without_end(row))
         return self.raw_rows(rows)

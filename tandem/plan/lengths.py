@@ -19,10 +19,11 @@ from tandem.data.dataset import load_data, load_text
 from tandem.data.own_template import read_template
 from tandem.data.sampled import sampled
 from tandem.errors import DataError
+from tandem.message import answer_text
 from tandem.plan.prompt_frame import Count, PromptFrame
 from tandem.predict.rows import Rows, rows_of
 from tandem.text import counted
-from tandem.types import Message, Sample
+from tandem.types import Sample
 
 SAMPLED = 256
 """Rows of each share that are tokenized."""
@@ -95,7 +96,7 @@ def _rows(
     limit = config.dataset.max_tokens
     if stage.share == "prompts":
         limit = config.dataset.max_prompt_tokens
-        measured = [[(frame.tokens(s.prompt), 0)] for s in _some(samples)]
+        measured = [[(frame.tokens(s.prompt, s.tools), 0)] for s in _some(samples)]
     elif stage.share == "texts":
         measured = [_whole(s, count, frame) for s in _some(samples)]
     else:
@@ -132,10 +133,10 @@ def _kept(
     if config.dataset.on_long_row != "truncate":
         return [row for row in measured if max(tokens for tokens, _ in row) <= limit]
     if stage.share == "prompts":  # the oldest turns go
-        lengths = [_shortened(sample.prompt, frame, limit) for sample in samples]
+        lengths = [_shortened(sample, frame, limit) for sample in samples]
         return [[(length, 0)] for length in lengths if length]
     if stage.share == "texts":  # which may have answers before the last one
-        begins = [0 if s.text is not None else frame.tokens(s.prompt) for s in samples]
+        begins = [0 if s.text is not None else frame.tokens(s.prompt, s.tools) for s in samples]
     else:
         begins = [max(tokens - answer for tokens, answer in row) for row in measured]
     return [  # the last answer is cut, and must not be gone
@@ -145,13 +146,14 @@ def _kept(
     ]
 
 
-def _shortened(prompt: Sequence[Message], frame: PromptFrame, limit: int) -> int:
+def _shortened(sample: Sample, frame: PromptFrame, limit: int) -> int:
     """Tokens of a prompt without as many of its oldest turns as it takes, but for system turns; 0
     if from its last user turn on it is too long."""
+    prompt = sample.prompt
     users = [place for place, turn in enumerate(prompt) if turn.role == "user"]
     for first in dict.fromkeys((0, *users)):
         system = [turn for turn in prompt[:first] if turn.role == "system"]
-        if (length := frame.tokens([*system, *prompt[first:]])) <= limit:
+        if (length := frame.tokens([*system, *prompt[first:]], sample.tools)) <= limit:
             return length
     return 0
 
@@ -166,16 +168,16 @@ def _whole(sample: Sample, count: Count, frame: PromptFrame) -> list[tuple[int, 
     if sample.text is not None:
         length = count(sample.text) + 1
         return [(length, length)]
-    answer = count(sample.chosen or "") + 1
-    earlier = sum(count(m.content) + 1 for m in sample.prompt if m.role == "assistant")
-    return [(frame.tokens(sample.prompt) + answer, earlier + answer)]
+    answer = count(answer_text(sample.chosen or "")) + 1
+    earlier = sum(count(answer_text(m)) + 1 for m in sample.prompt if m.role == "assistant")
+    return [(frame.tokens(sample.prompt, sample.tools) + answer, earlier + answer)]
 
 
 def _pair(sample: Sample, count: Count, frame: PromptFrame) -> list[tuple[int, int]]:
-    prompt = frame.tokens(sample.prompt)
-    texts = [text for _, text in sample.ranking] if len(sample.ranking) > 2 else None
+    prompt = frame.tokens(sample.prompt, sample.tools)
+    texts = [answer for _, answer in sample.ranking] if len(sample.ranking) > 2 else None
     answers = texts or [t for t in (sample.chosen, sample.rejected) if t is not None]
-    lengths = [count(text) + 1 for text in answers or [""]]
+    lengths = [count(answer_text(answer)) + 1 for answer in answers or [""]]
     return [(prompt + length, length) for length in lengths]
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tandem.data.own_template import OwnTemplate, read_template, settings_in, template_in
 from tandem.data.template_limits import deadline, require_bounded, sandbox
+from tandem.data.tools import for_template
 from tandem.errors import ModelError
-from tandem.types import Message
+from tandem.message import Message, answer_text
 
 Count = Callable[[str], int]
 _FRAME_TOKENS = 4
@@ -48,22 +51,35 @@ class PromptFrame:
             self._special = _special_tokens(settings)
             self._template = _compiled(source)
 
-    def tokens(self, prompt: Sequence[Message]) -> int:
-        """Tokens of a prompt, up to where the assistant begins."""
-        turns = [{"role": turn.role, "content": turn.content} for turn in prompt]
+    def tokens(self, prompt: Sequence[Message], tools: str = "") -> int:
+        """Tokens of a prompt, up to where the assistant begins.
+
+        Args:
+            tools: that may be called, a list as JSON text.
+        """
+        turns = [_as_given(turn) for turn in prompt]
         if self._template is not None:
             # A template is a program that came with a model: it may raise or refuse anything.
             try:
                 with deadline():
                     return self._before + self._count(
                         self._template.render(
-                            messages=turns, add_generation_prompt=True, tools=None, documents=None,
+                            messages=turns, add_generation_prompt=True,
+                            tools=json.loads(tools) if tools else None, documents=None,
                             **self._special,
                         )
                     )  # fmt: skip
             except Exception:
                 pass
-        return sum(self._count(turn.content) + _FRAME_TOKENS for turn in prompt) + _FRAME_TOKENS
+        said = sum(self._count(answer_text(turn)) + _FRAME_TOKENS for turn in prompt)
+        return said + _FRAME_TOKENS
+
+
+def _as_given(turn: Message) -> dict[str, Any]:
+    """A turn as templates take it."""
+    if turn.tool_calls:
+        turn = replace(turn, tool_calls=for_template(turn.tool_calls, as_text=False))
+    return turn.as_dict()
 
 
 def _compiled(source: str) -> Any:

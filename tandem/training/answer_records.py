@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tandem.data.tokenview import TokenPieces
+from tandem.message import answer_text
 from tandem.metrics.answers import ANSWERS_FILE, ROLLOUTS_FILE
 from tandem.training.experience import ScoredAnswers
 from tandem.training.stage_data import StepRows
@@ -156,8 +157,8 @@ def _shown_row(row: Any, pieces: TokenPieces) -> dict[str, Any]:
 
 def _asked(prompt: PromptRow) -> dict[str, Any]:
     """A prompt's turns, and a name that is the same in every step and run."""
-    turns = [{"role": message.role, "content": message.content} for message in prompt.messages]
-    text = "\x1e".join(f"{turn['role']}\x1f{turn['content']}" for turn in turns)
+    turns = [{"role": turn.role, "content": answer_text(turn)} for turn in prompt.messages]
+    text = "\x1e".join(f"{turn['role']}\x1f{turn['content']}" for turn in turns) + prompt.tools
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
     return {"prompt_id": digest[:12], "prompt": turns}
 

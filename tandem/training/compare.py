@@ -124,9 +124,9 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
 
 def first_of_each(prompts: Sequence[PromptRow], most: int) -> list[int]:
     """Where the first prompts are that differ: several pairs may share one."""
-    places: dict[tuple[Message, ...], int] = {}
+    places: dict[tuple[tuple[Message, ...], str], int] = {}
     for place, prompt in enumerate(prompts):
-        places.setdefault(prompt.messages, place)
+        places.setdefault((prompt.messages, prompt.tools), place)
     return list(places.values())[:most]
 
 

@@ -13,6 +13,7 @@ from tandem.data.length import Fitted, fit, fit_answer, fit_graded, fit_pair, fi
 from tandem.data.render import Renderer
 from tandem.data.side_by_side import RendersRows, side_by_side
 from tandem.errors import DataError
+from tandem.message import Answer, Message
 from tandem.text import one_line
 from tandem.types import (
     GradedRow,
@@ -30,11 +31,19 @@ Judged = PairRow | RankedRow | GradedRow
 """What a reward model learns from: a pair, a ranking of several answers, an answer's grade."""
 
 
-def _answers(renderer: RendersRows, sample: Sample, answers: Sequence[str]) -> tuple[TokenRow, ...]:
+def _answers(
+    renderer: RendersRows, sample: Sample, answers: Sequence[Answer]
+) -> tuple[TokenRow, ...]:
     """Answers to a sample's prompt, their masks on the answer alone."""
     return tuple(
-        renderer.conversation(sample.prompt, answer, sample.source, True) for answer in answers
+        renderer.conversation(sample.prompt, answer, sample.source, True, sample.tools)
+        for answer in answers
     )
+
+
+def _conversation(renderer: RendersRows, sample: Sample, turns: Sequence[Message]) -> TokenRow:
+    """A sample's answer to these turns, every assistant turn's mask as it is to be learned."""
+    return renderer.conversation(turns, sample.chosen or "", sample.source, tools=sample.tools)
 
 
 @dataclass(frozen=True)
@@ -77,13 +86,13 @@ class Rendering:
         def render(sample: Sample, renderer: RendersRows) -> TokenRow:
             if sample.text is not None:
                 return renderer.document(sample.text, sample.source)
-            row = renderer.conversation(sample.prompt, sample.chosen or "", sample.source)
+            row = _conversation(renderer, sample, sample.prompt)
             if self.config.sft.loss_on != "all":
                 return row
             every = row
             if not all(turn.learned for turn in sample.prompt):
                 turns = [replace(turn, learned=True) for turn in sample.prompt]
-                every = renderer.conversation(turns, sample.chosen or "", sample.source)
+                every = _conversation(renderer, sample, turns)
             masks = zip(every.response_mask[1:], row.response_mask[1:], strict=True)
             mask = [learned or not answer for answer, learned in masks]
             return replace(row, response_mask=(False, *mask))
@@ -181,7 +190,7 @@ class Rendering:
         """Prompts to answer."""
 
         def render(sample: Sample, renderer: RendersRows) -> PromptRow:
-            return renderer.prompt(sample.prompt, sample.columns, sample.source)
+            return renderer.prompt(sample.prompt, sample.columns, sample.source, sample.tools)
 
         def shorten(row: PromptRow) -> Fitted[PromptRow]:
             return fit_prompt(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -245,5 +246,5 @@ def _prompt(row: PromptRow) -> str:
     return row.messages[-1].content
 
 
-def _messages(row: PromptRow) -> list[dict[str, str]]:
-    return [{"role": m.role, "content": m.content} for m in row.messages]
+def _messages(row: PromptRow) -> list[dict[str, Any]]:
+    return [message.as_dict() for message in row.messages]

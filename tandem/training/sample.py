@@ -248,7 +248,8 @@ class _Sampling:
         written = []
         for prompt, answers in _by_prompt(rollout, rewards, len(prompts)):
             self._count(progress, answers)
-            row, reason = row_of(prompt.messages, str(prompt.source), answers, choice)
+            place = str(prompt.source)
+            row, reason = row_of(prompt.messages, place, answers, choice, prompt.tools)
             if row is None:
                 progress.leave(reason)
             else:

@@ -6,6 +6,7 @@ reads `all` as a prompt, `best` as an answer to learn, `pairs` as a preference.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -53,13 +54,19 @@ class Choice:
 
 
 def row_of(
-    prompt: Sequence[Message], place: str, answers: Sequence[SampledAnswer], choice: Choice
+    prompt: Sequence[Message],
+    place: str,
+    answers: Sequence[SampledAnswer],
+    choice: Choice,
+    tools: str = "",
 ) -> tuple[dict[str, Any] | None, str]:
-    """A prompt's row, or None and why there is none.
+    """A prompt's row, with its tools if it has some; or None and why there is none.
 
     Ties go to the answer that was sampled first.
     """
     head: dict[str, Any] = {"prompt": [_turn(message) for message in prompt]}
+    if tools:
+        head["tools"] = json.loads(tools)
     if choice.write == "all":
         listed = [
             {"text": a.text, "reward": a.reward, "finished": a.finished, "tokens": a.tokens}
@@ -109,7 +116,7 @@ def _apart(high: float, low: float) -> Decimal:
 
 
 def _turn(message: Message) -> dict[str, Any]:
-    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    turn = message.as_dict()
     if not message.learned:  # as the data had it
         turn["train"] = False
     return turn

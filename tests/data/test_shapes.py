@@ -446,7 +446,6 @@ def test_what_no_model_will_read_is_noted() -> None:
             "no thoughts are shown or learned but those in content"
         ),
         "column context is not in the prompt",
-        "column tools is not rendered: the model sees no list of tools",
         "column chat_template_kwargs is not rendered: the chat template is called without them",
     )
     assert to_sample({"text": "Once.", "context": "A sum."}, HERE).notes == ()
@@ -494,7 +493,10 @@ def test_what_is_to_be_written_or_read_stays_text(row: dict[str, Any]) -> None:
     assert asked in found.prompt[-1].content
 
 
-def test_a_turn_that_calls_a_function_is_told_to_be_the_assistants() -> None:
+def test_a_turn_that_calls_a_function_is_the_assistants() -> None:
     row = {"conversations": [{"from": "function_call", "value": "{}"}]}
-    with pytest.raises(RowProblem, match="That turn is the assistant's"):
+    with pytest.raises(RowProblem, match=r"conversations\.value must be a list of calls"):
+        sample(row)
+    row["conversations"][0]["value"] = "add(2, 2)"
+    with pytest.raises(RowProblem, match="Write a call in another notation into a turn of the"):
         sample(row)

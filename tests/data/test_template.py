@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from transformers import PreTrainedTokenizerBase
 
@@ -211,7 +213,7 @@ def test_long_conversations_are_cut_as_short_ones(
     turns = [*system, *long_turns(45, words)]
     text = template.prompt(turns, "row")
     quick = template.parts(turns, text, "row", every_answer=False)
-    monkeypatch.setattr("tandem.data.template._EXACT_ANSWERS", 100)
+    monkeypatch.setattr("tandem.data.answer_places._EXACT_ANSWERS", 100)
     assert quick == template.parts(turns, text, "row", every_answer=False)
 
 
@@ -219,10 +221,10 @@ def test_rendering_takes_time_linear_in_the_turns(monkeypatch: pytest.MonkeyPatc
     rendered = 0
     call = ChatTemplate._called
 
-    def counting(self: ChatTemplate, messages: tuple[Message, ...], prompt: bool) -> str:
+    def counting(self: ChatTemplate, messages: tuple[Message, ...], *how: Any) -> str:
         nonlocal rendered
         rendered += len(messages)
-        return call(self, messages, prompt)
+        return call(self, messages, *how)
 
     monkeypatch.setattr(ChatTemplate, "_called", counting)
     renderer = Renderer(byte_level())

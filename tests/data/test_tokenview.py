@@ -27,10 +27,14 @@ class LetterRenderer:
     """A renderer of letters: what a prompt says, then what an answer says, then 0."""
 
     def prompt(
-        self, messages: Sequence[Message], columns: Mapping[str, Any], source: Source
+        self,
+        messages: Sequence[Message],
+        columns: Mapping[str, Any] | None = None,
+        source: Source = HERE,
+        tools: str = "",
     ) -> PromptRow:
-        ids = tuple(ord(c) for m in messages for c in m.content)
-        return PromptRow(ids, tuple(messages), columns, source)
+        ids = tuple(ord(c) for text in (tools, *(m.content for m in messages)) for c in text)
+        return PromptRow(ids, tuple(messages), columns or {}, source)
 
     def conversation(
         self,
@@ -38,6 +42,7 @@ class LetterRenderer:
         answer: str,
         source: Source,
         last_turn_only: bool = False,
+        tools: str = "",
     ) -> TokenRow:
         mask = [m.role == "assistant" and not last_turn_only for m in messages for _ in m.content]
         ids = [ord(c) for m in messages for c in m.content] + [ord(c) for c in answer] + [0]

@@ -397,6 +397,16 @@ def test_why_a_prompt_has_no_row(given: list[SampledAnswer], choice: Choice, rea
     assert (row is None, found) == (bool(reason), reason)
 
 
+def test_a_row_has_its_prompts_tools_and_calls() -> None:
+    call = Message("assistant", "", tool_calls='[{"function": {"name": "now"}}]')
+    asked = [Message("user", "hi"), call, Message("tool", "12", tool_call_id="1")]
+    row, _ = row_of(asked, "f:1", answers(1.0), Choice("best"), '[{"type": "function"}]')
+    assert row is not None
+    assert row["tools"] == [{"type": "function"}]
+    assert row["prompt"][1]["tool_calls"] == [{"function": {"name": "now"}}]
+    assert row["prompt"][2] == {"role": "tool", "content": "12", "tool_call_id": "1"}
+
+
 @pytest.mark.parametrize(
     ("flags", "part"),
     [

@@ -1,0 +1,327 @@
+"""Tools and calls as rows have them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.config.dataset import DataConfig
+from tandem.config.schema import RunConfig
+from tandem.data.dataset import load_data
+from tandem.data.render import Renderer
+from tandem.data.rows import RowProblem
+from tandem.data.shapes import to_sample
+from tandem.data.side_by_side import RendersRows, side_by_side
+from tandem.data.spelled import note_spelled
+from tandem.data.split import content_key
+from tandem.data.tools import for_template, read_calls, read_tools, without_nulls
+from tandem.data.turns import turns_of
+from tandem.data.unshown import note_unshown
+from tandem.plan.prompt_frame import PromptFrame
+from tandem.training.rendering import Rendering
+from tandem.types import Message, Sample, Source
+from tests.data.built_tokenizers import CHATML, byte_level
+from tests.data.test_tool_rendering import CALL, RESULT, SAID, TAGGED, TOOLS, built
+
+HERE = Source("set", "rows.jsonl", 1)
+ASKED = {"role": "user", "content": "How is the weather in Oslo?"}
+ALONE = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
+ADD = {"name": "add", "arguments": {"a": 2, "b": None}}
+
+
+@pytest.mark.parametrize("value", [None, "", " ", [], "[]", "null"])
+def test_no_tools(value: Any) -> None:
+    assert read_tools(value) == ""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [ALONE],
+        json.dumps([ALONE]),
+        [{"type": "function", "function": ALONE}],
+        [{"type": "function", **ALONE}],
+    ],
+)
+def test_tools_are_schemas_or_their_text_and_a_function_alone_is_put_into_one(value: Any) -> None:
+    assert json.loads(read_tools(value)) == [{"type": "function", "function": ALONE}]
+
+
+def test_tools_of_other_kinds_are_as_given() -> None:
+    assert json.loads(read_tools([{"type": "web_search"}, *TOOLS])) == [
+        {"type": "web_search"},
+        *TOOLS,
+    ]
+    assert "°" in read_tools([{"name": "°"}])
+
+
+def nested(levels: int) -> Any:
+    value: Any = {}
+    for _ in range(levels):
+        value = {"a": value}
+    return [value]
+
+
+@pytest.mark.parametrize(
+    ("value", "found", "expected"),
+    [
+        ({"name": "add"}, "an object with columns name", "be a list of JSON schemas"),
+        (["add"], "a list of 1", "be a list of JSON schemas"),
+        ("[{'name': 'add'}]", "no JSON", "be a list of JSON schemas"),
+        ([{"name": "\ud800"}], "half a surrogate pair", "be valid Unicode"),
+        ([{"name": b"x"}], "bytes b'x'", "hold only what JSON has"),
+        ([{1: "x"}], "int 1", "hold only what JSON has"),
+        ([{"x": float("nan")}], "float nan", "hold only what JSON has"),
+        (nested(70), "more than 64 levels", "be nested less deeply"),
+        ("[" * 100_000, "no JSON", "be a list of JSON schemas"),
+    ],
+)
+def test_bad_tools(value: Any, found: str, expected: str) -> None:
+    with pytest.raises(RowProblem) as error:
+        read_tools(value)
+    assert (error.value.field, error.value.found[: len(found)]) == ("tools", found)
+    assert error.value.expected.startswith(expected)
+
+
+def test_calls_are_kept_as_given_and_are_given_in_full() -> None:
+    given = [{"id": "1", "type": "function", "function": ADD}]
+    text = read_calls(given, "m", 1)
+    assert json.loads(text) == given
+    assert json.loads(for_template(text, as_text=False)) == given
+    as_text = json.loads(for_template(text, as_text=True))
+    assert as_text[0]["function"] == {"name": "add", "arguments": '{"a": 2, "b": null}'}
+    for alone in ([ADD], json.dumps([{**ADD, "arguments": '{"a": 2, "b": null}'}])):
+        found = json.loads(for_template(read_calls(alone, "m", 1), as_text=False))
+        assert found == [{"type": "function", "function": ADD}]
+    for none in (
+        {"name": "now"},
+        {"name": "now", "arguments": ""},
+        {"name": "now", "arguments": None},
+    ):
+        found = json.loads(for_template(read_calls([none], "m", 1), as_text=False))
+        assert found == [{"type": "function", "function": {"name": "now", "arguments": {}}}]
+    # What is text already keeps its spaces.
+    text = read_calls([{"function": {"name": "f", "arguments": '{"a":1}'}}], "m", 1)
+    assert json.loads(for_template(text, as_text=True))[0]["function"]["arguments"] == '{"a":1}'
+
+
+@pytest.mark.parametrize(
+    ("value", "field", "found"),
+    [
+        ({"function": ADD}, "m", "an object with columns function in turn 2"),
+        ("add(2)", "m", "no JSON ('add(2)')"),
+        ([{"id": "1"}], "m", "an object with columns id in turn 2"),
+        ([{"function": {"name": " "}}], "m", "an object with columns function in turn 2"),
+        (["add"], "m", "'add' in turn 2"),
+        ([{"name": "add", "arguments": "2"}], "m.arguments", "'2' in turn 2"),
+        ([{"name": "add", "arguments": "{'a'"}], "m.arguments", "\"{'a'\" in turn 2"),
+        ([{"name": "add", "arguments": [2]}], "m.arguments", "a list of 1 in turn 2"),
+    ],
+)
+def test_bad_calls(value: Any, field: str, found: str) -> None:
+    with pytest.raises(RowProblem) as error:
+        read_calls(value, "m", 2)
+    assert (error.value.field, error.value.found) == (field, found.replace('"', "'"))
+
+
+def test_turns_with_calls() -> None:
+    asked, called, answered = turns_of([ASKED, CALL, RESULT], "m")
+    assert asked == Message("user", ASKED["content"])
+    assert called.as_dict() == {"content": "", **CALL}
+    assert answered.as_dict() == RESULT
+    # OpenAI's older way, and ShareGPT's of LLaMA-Factory.
+    old = {"role": "assistant", "content": None, "function_call": ADD}
+    (turn,) = turns_of([old], "m")
+    assert json.loads(turn.tool_calls) == [{"type": "function", "function": ADD}]
+    for value in (json.dumps(ADD), json.dumps([ADD])):
+        (turn,) = turns_of([{"from": "function_call", "value": value}], "m")
+        assert (turn.role, json.loads(turn.tool_calls)) == ("assistant", [ADD])
+    (turn,) = turns_of([{"role": "function", "name": "add", "content": "4"}], "m")
+    assert turn == Message("tool", "4", name="add")
+    # In a table every turn has the keys of all.
+    table = {"tool_calls": None, "tool_call_id": None, "name": None}
+    assert turns_of([{**table, **ASKED}, {**table, **SAID}], "m") == turns_of([ASKED, SAID], "m")
+    unlearned = turns_of([{**CALL, "train": False}], "m")[0]
+    assert (unlearned.learned, unlearned.tool_calls) == (False, called.tool_calls)
+
+
+@pytest.mark.parametrize(
+    ("turn", "field", "found"),
+    [
+        (
+            {"role": "user", "content": "x", "tool_calls": [ADD]},
+            "m",
+            "tool calls of user in turn 1",
+        ),
+        ({"from": "function_call", "value": "add(2)"}, "m.value", "'add(2)' in turn 1"),
+        ({"from": "function_call", "value": None}, "m.value", "null in turn 1"),
+        ({"role": "tool", "content": "4", "name": 4}, "m.name", "the number 4 in turn 1"),
+        ({"role": "tool", "content": None}, "m.content", "null in turn 1"),
+        ({"role": "assistant", "content": None}, "m.content", "null in turn 1"),
+        (
+            {"role": "assistant", "content": 4, "tool_calls": [ADD]},
+            "m.content",
+            "the number 4 in tu",
+        ),
+    ],
+)
+def test_bad_turns_with_calls(turn: dict[str, Any], field: str, found: str) -> None:
+    with pytest.raises(RowProblem) as error:
+        turns_of([turn], "m")
+    assert (error.value.field, error.value.found[: len(found)]) == (field, found)
+
+
+def sample(row: dict[str, Any], **columns: str) -> Sample:
+    return to_sample(row, HERE, columns).sample
+
+
+def test_rows_with_tools() -> None:
+    messages = {"messages": [ASKED, CALL, RESULT, SAID], "tools": TOOLS}
+    found = to_sample(messages, HERE)
+    assert (found.sample.chosen, found.notes) == ("It rains.", ())
+    assert json.loads(found.sample.tools) == TOOLS
+    assert found.sample.columns == {"tools": TOOLS}  # for reward functions
+    last = sample({"messages": [ASKED, CALL], "tools": json.dumps(TOOLS)})
+    assert isinstance(last.chosen, Message)
+    assert last.chosen.as_dict() == {"content": "", **CALL}
+    assert last.tools == found.sample.tools
+    shared = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}
+    assert (
+        json.loads(sample({**shared, "tools": json.dumps([ALONE])}).tools)[0]["function"] == ALONE
+    )
+    pair = {"prompt": [ASKED], "chosen": [CALL], "rejected": [SAID], "tools": TOOLS}
+    assert isinstance(sample(pair).chosen, Message)
+    assert (sample(pair).rejected, sample(pair).tools) == ("It rains.", last.tools)
+    with pytest.raises(RowProblem, match="rejected must differ from chosen"):
+        sample({**pair, "rejected": [CALL]})
+    assert json.loads(sample({"prompt": "hi", "tools": TOOLS}).tools) == TOOLS
+    mapped = sample({"q": "hi", "functions": [ALONE]}, prompt="q", tools="functions")
+    assert json.loads(mapped.tools)[0]["function"] == ALONE
+    assert mapped.columns == {"functions": [ALONE]}
+
+
+@pytest.mark.parametrize("value", [["add", "now"], "add, now", 4])
+def test_a_column_that_lists_no_tools_is_noted_or_refused_where_it_is_mapped(value: Any) -> None:
+    found = to_sample({"prompt": "hi", "tools": value}, HERE)
+    assert found.sample.tools == ""
+    assert found.notes == ("column tools is not rendered: it is no list of JSON schemas",)
+    with pytest.raises(RowProblem, match="tools must be a list of JSON schemas"):
+        to_sample({"prompt": "hi", "t": value}, HERE, {"prompt": "prompt", "tools": "t"})
+    for like in ("[{'name': 'add'}]", [ALONE, "add"]):
+        with pytest.raises(RowProblem, match="tools must be a list of JSON schemas"):
+            to_sample({"prompt": "hi", "tools": like}, HERE)
+
+
+def test_rows_with_other_tools_or_calls_are_other_rows() -> None:
+    rows = [
+        {"messages": [ASKED, CALL, RESULT, SAID]},
+        {"messages": [ASKED, CALL, RESULT, SAID], "tools": TOOLS},
+        {"messages": [ASKED, CALL, {**RESULT, "name": "x"}, SAID]},
+        {"messages": [ASKED, {**CALL, "tool_calls": [ADD]}, RESULT, SAID]},
+        {"messages": [ASKED, CALL]},
+        {"messages": [ASKED, {**CALL, "tool_calls": [ADD]}]},
+    ]
+    assert len({content_key(sample(row)) for row in rows}) == len(rows)
+
+
+def test_tables_write_null_where_nothing_was_given() -> None:
+    turn = {"role": "user", "content": "hi", "tool_calls": None}
+    row = {
+        "tools": [{"name": "f", "parameters": {"a": {"type": "string"}, "b": None}}],
+        "messages": [turn, {**CALL, "tool_calls": [{"function": {"name": "f", "arguments": {
+            "a": "x", "b": None}}, "id": None}]}],
+        "other": {"b": None},
+    }  # fmt: skip
+    found = without_nulls(row)
+    assert found["tools"] == [{"name": "f", "parameters": {"a": {"type": "string"}}}]
+    assert found["messages"][0] == turn
+    assert found["messages"][1]["tool_calls"] == [
+        {"function": {"name": "f", "arguments": {"a": "x"}}}
+    ]
+    assert found["other"] == {"b": None}
+
+
+ROWS: list[dict[str, Any]] = [
+    {"messages": [ASKED, CALL], "tools": TOOLS},
+    {"messages": [ASKED, CALL, RESULT, SAID], "tools": TOOLS},
+    {"messages": [ASKED, SAID]},
+]
+
+
+def loaded(folder: Path) -> Any:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return load_data(DataConfig(heldout=0.0), [str(path)], seed=1, stages=("sft",))
+
+
+def test_rows_for_sft(tmp_path: Path) -> None:
+    found = loaded(tmp_path)
+    tokenizer = built(TAGGED)
+    rendering = Rendering(
+        RunConfig(dataset=DataConfig(max_tokens=4096, max_prompt_tokens=4096)), found.ledger
+    )
+    rows = rendering.texts(found.texts, Renderer(tokenizer), "texts")
+    said = [
+        tokenizer.decode([i for i, m in zip(r.token_ids, r.response_mask, strict=True) if m])
+        for r in rows
+    ]
+    called = (
+        '<tool_call>\n{"name": "weather_of", "arguments": {"city": "Oslo", "days": 2}}\n'
+        "</tool_call><|im_end|>"
+    )
+    assert sorted(said) == sorted([called, called + "It rains.<|im_end|>", "It rains.<|im_end|>"])
+    prompts = rendering.prompts(found.texts, Renderer(tokenizer), None)
+    assert sorted(len(p.messages) for p in prompts) == [1, 1, 3]
+    assert [("tools" in p.columns) == bool(p.tools) for p in prompts] == [True] * 3
+
+
+def test_what_a_template_leaves_out_is_noted_or_dropped(tmp_path: Path) -> None:
+    found = loaded(tmp_path)
+    renderer = Renderer(byte_level(CHATML))
+    note_unshown(found.texts, renderer, found.ledger)
+    note_spelled(found.texts, renderer, found.ledger)
+    (account,) = found.ledger.datasets.values()
+    assert dict(account.notes) == {"column tools is not shown: the chat template leaves it out": 2}
+    config = RunConfig(dataset=DataConfig(on_bad_row="drop"))
+    rows = Rendering(config, found.ledger).texts(found.texts, renderer, "texts")
+    assert len(rows) == 1
+    assert account.num_dropped == 2
+
+
+def test_several_processes_render_the_same(tmp_path: Path) -> None:
+    samples = loaded(tmp_path).texts * 3
+    renderer = Renderer(built(TAGGED))
+
+    def use(sample: Sample, renderer: RendersRows) -> list[Any]:
+        answer = sample.chosen or ""
+        prompt = renderer.prompt(sample.prompt, None, HERE, sample.tools)
+        return [prompt, renderer.conversation(sample.prompt, answer, HERE, False, sample.tools)]
+
+    with side_by_side(renderer, samples, use, 2) as renderers:
+        found = [use(sample, its) for sample, its in zip(samples, renderers, strict=True)]
+    assert found == [use(sample, renderer) for sample in samples]
+
+
+@pytest.mark.parametrize("template", [TAGGED, CHATML])
+def test_a_plan_counts_tools_and_calls(template: str, tmp_path: Path) -> None:
+    tokenizer = built(template)
+    tokenizer.save_pretrained(tmp_path)
+    called = read_calls(CALL["tool_calls"], "m", 1)
+    turns = (Message("user", "Oslo?"), Message("assistant", "", tool_calls=called))
+    turns = (*turns, Message("tool", "rain"))
+    tools = read_tools(TOOLS)
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text))
+
+    frame = PromptFrame(tmp_path, count, 0)
+    if template == TAGGED:
+        assert frame.tokens(turns, tools) == len(Renderer(tokenizer).prompt(turns, tools=tools))
+    plain = (turns[0], Message("assistant", ""), turns[2])
+    assert frame.tokens(plain, tools) - frame.tokens(plain) == (
+        len(Renderer(tokenizer).prompt(turns[:1], tools=tools))
+        - len(Renderer(tokenizer).prompt(turns[:1]))
+    )
