@@ -23,12 +23,13 @@ from tandem.types import Message
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A prompt as ids. messages: of a conversation; a text is one user's turn. text: what an echo
-    repeats."""
+    """A prompt as ids. messages, tools: of a conversation; a text is one user's turn. text: what an
+    echo repeats."""
 
     token_ids: tuple[int, ...]
     messages: tuple[Message, ...] = ()
     text: str = ""
+    tools: str = ""
 
 
 @dataclass(eq=False)
@@ -64,22 +65,38 @@ class Step:
     first_logprob: int
 
 
-async def prepare_chat(service: Service, loaded: Loaded, messages: Sequence[Message]) -> Prepared:
+async def prepare_chat(
+    service: Service, loaded: Loaded, messages: Sequence[Message], tools: str = ""
+) -> Prepared:
     """A conversation as ids, up to where the assistant begins.
 
+    Args:
+        tools: that may be called, a list as JSON text.
     Raises:
-        ApiError: the template or the tokenizer refuses it.
+        ApiError: the template or the tokenizer refuses it, or shows no tools.
     """
 
     def rendered() -> Prepared:
         """In a thread: templates may take long."""
         try:
-            row = loaded.renderer.prompt(messages)
+            row = loaded.renderer.prompt(messages, tools=tools)
         except DataError as error:
             raise ApiError(str(error), "messages") from None
-        return Prepared(row.token_ids, tuple(messages))
+        if tools and loaded.renderer.hides_tools(messages):
+            raise no_tools()
+        return Prepared(row.token_ids, tuple(messages), tools=tools)
 
     return await service.in_text_thread(rendered)
+
+
+def no_tools() -> ApiError:
+    """What is said where a model would not see the tools."""
+    return ApiError(
+        "tools must be shown by the model's chat template; this one leaves them out. Remove "
+        "tools, or serve a model with a template that writes them.",
+        "tools",
+        code="unsupported_parameter",
+    )
 
 
 async def prepare_text(service: Service, loaded: Loaded, prompt: Prompt) -> Prepared:
@@ -293,12 +310,12 @@ class Answering:
         if not wanted:
             return None
         judges = await self._service.judges(self.loaded, wanted)
-        return Asked(wanted, judges, prompt.messages)
+        return Asked(wanted, judges, prompt.messages, prompt.tools)
 
     def _judged_empty(self, prompt: Prepared, asked: Asked) -> dict[str, Any]:
         """What is found of an answer without tokens; no model runs."""
         ids = prompt.token_ids
-        answered = Answered(ids, len(ids), False, prompt.messages, "")
+        answered = Answered(ids, len(ids), False, prompt.messages, "", prompt.tools)
         return judge([Judging(self.loaded, answered, asked.wanted, asked.judges)])[0]
 
     def _ended(self, choice: Choice, progress: Progress) -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 from tandem.config.schema import SamplingConfig
+from tandem.data import tools
+from tandem.data.rows import RowProblem
 from tandem.serve import fields
 from tandem.serve.api_errors import ApiError
 from tandem.serve.greedy import as_drawn
@@ -64,19 +66,24 @@ class Wanted:
     echo: bool = False
 
 
-def read_chat(body: Mapping[str, Any]) -> tuple[list[Message], Wanted]:
-    """The turns and wishes of a chat completion.
+def read_chat(body: Mapping[str, Any]) -> tuple[list[Message], str, Wanted]:
+    """The turns, tools (a list as JSON text) and wishes of a chat completion.
 
     Raises:
         ApiError: a field is wrong, or not supported.
     """
     _refuse(body, (*UNSUPPORTED, *UNSUPPORTED_CHAT))
-    _refuse_tools(body)
+    _refuse_other_answers(body)
     turns = read_messages(body.get("messages"))
+    listed = "" if body.get("tool_choice") == "none" else read_tools(body)
     top = fields.integer(body, "top_logprobs", 0, 0, 20) or 0
     if body.get("top_logprobs") is not None and not fields.boolean(body, "logprobs"):
         raise fields.wrong("top_logprobs", "come with logprobs: true", body["top_logprobs"])
-    return turns, _wanted(body, top_logprobs=top if fields.boolean(body, "logprobs") else -1)
+    return (
+        turns,
+        listed,
+        _wanted(body, top_logprobs=top if fields.boolean(body, "logprobs") else -1),
+    )
 
 
 def read_completion(body: Mapping[str, Any]) -> tuple[list[Prompt], Wanted]:
@@ -153,14 +160,57 @@ def _message(turn: Any, where: str, name: str) -> Message:
     if not isinstance(role, str) or role not in get_args(Role):
         known = ", ".join((*get_args(Role), "developer"))
         raise ApiError(f"{where}.role must be one of {known}; got {fields.shown(role)}.", name)
-    if turn.get("tool_calls") or turn.get("function_call") or turn.get("audio"):
-        raise ApiError(f"{where} must be text; tool calls and audio are not supported.", name)
+    if turn.get("function_call") or turn.get("audio"):
+        raise ApiError(
+            f"{where} must be text or tool_calls; function_call and audio are not supported.", name
+        )
+    calls = _calls(turn, where, name)
     content = turn.get("content")
+    if calls and content is None:
+        content = ""
     if isinstance(content, list):
         content = "".join(_part(part, where, name) for part in content)
     if not isinstance(content, str):
         raise ApiError(f"{where}.content must be a text; got {fields.shown(content)}.", name)
-    return Message(cast(Role, role), content)
+    if role != "tool":
+        return Message(cast(Role, role), content, tool_calls=calls)
+    words = [turn.get(key) or "" for key in ("tool_call_id", "name")]
+    for word in words:
+        if not isinstance(word, str):
+            raise ApiError(
+                f"{where}: tool_call_id and name must be texts; got {fields.shown(word)}.", name
+            )
+    return Message("tool", content, True, "", *words)
+
+
+def _calls(turn: Mapping[str, Any], where: str, name: str) -> str:
+    """The calls of a turn, as JSON text."""
+    if not turn.get("tool_calls"):
+        return ""
+    if turn["role"] != "assistant":
+        raise ApiError(f"{where} must have no tool_calls: only the assistant's may.", name)
+    try:
+        return tools.read_calls(turn["tool_calls"], "tool_calls", 1)
+    except RowProblem as problem:
+        raise ApiError(
+            f"{where}.{problem.field} must {problem.expected}; got "
+            f"{problem.found.removesuffix(' in turn 1')}.",
+            name,
+        ) from None
+
+
+def read_tools(body: Mapping[str, Any]) -> str:
+    """The tools that a request lists, as JSON text; "" for none.
+
+    Raises:
+        ApiError: they are not a list of JSON schemas.
+    """
+    try:
+        if isinstance(body.get("tools"), str) and body["tools"]:
+            raise RowProblem("tools", fields.shown(body["tools"]), "be a list of JSON schemas")
+        return tools.read_tools(body.get("tools"))
+    except RowProblem as problem:
+        raise ApiError(f"tools must {problem.expected}; got {problem.found}.", "tools") from None
 
 
 def _part(part: Any, where: str, name: str) -> str:
@@ -299,9 +349,8 @@ def _refuse(body: Mapping[str, Any], names: tuple[str, ...]) -> None:
             raise _unsupported(name, body[name])
 
 
-def _refuse_tools(body: Mapping[str, Any]) -> None:
-    if body.get("tools"):
-        raise _unsupported("tools", body["tools"])
+def _refuse_other_answers(body: Mapping[str, Any]) -> None:
+    """Refuse what asks for an answer of another form than text."""
     if body.get("tool_choice") not in (None, "none", "auto"):
         raise _unsupported("tool_choice", body["tool_choice"])
     if body.get("function_call") not in (None, "none", "auto"):

@@ -59,12 +59,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is wanted of answers that have ended, and by which models. messages: the prompt's, for
-    a reward model with another tokenizer."""
+    """What is wanted of answers that have ended, and by which models. messages, tools: the
+    prompt's, for a reward model with another tokenizer."""
 
     wanted: frozenset[str]
     judges: Judges
     messages: tuple[Message, ...]
+    tools: str = ""
 
 
 @dataclass(eq=False)
@@ -330,6 +331,7 @@ def _waiting(answer: _Answer, asked: Asked, handle: Handle, finish: str) -> Wait
         stop is not None,
         asked.messages,
         answer.text.text,
+        asked.tools,
     )
     judging = Judging(
         generation.loaded, answered, asked.wanted, asked.judges, handle.logprobs[: len(drawn)]

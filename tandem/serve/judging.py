@@ -16,12 +16,13 @@ from torch import Tensor
 from tandem.data.render import IN_MEMORY, Renderer
 from tandem.errors import DataError
 from tandem.generation.observed import TokenLogprobs, observe, read_observed
+from tandem.message import Answer, Message
 from tandem.models.lm_head import vocabulary_head
 from tandem.models.packed import last_states, predictor_states
 from tandem.models.scalar import head_outputs_by_row, normalization
 from tandem.ops.logits import rows_at_once
 from tandem.serve.loading import Loaded, LoadedScalar
-from tandem.types import Message, TokenBatch, TokenRow
+from tandem.types import TokenBatch, TokenRow
 
 TOKENS_AT_ONCE = 4096
 """Most tokens of the answers in one forward, prompts included, unless one alone has more."""
@@ -32,7 +33,7 @@ class Answered:
     """A sequence to judge.
 
     token_ids: prompt and answer, its stop token included. prompt_length: of these, the prompt's.
-    is_finished: a stop token ends it. messages, text: what it says, for a reward model with
+    is_finished: a stop token ends it. messages, said, tools: what it says, for a reward model with
     another tokenizer; messages is empty where the prompt was no conversation.
     """
 
@@ -40,7 +41,8 @@ class Answered:
     prompt_length: int
     is_finished: bool
     messages: tuple[Message, ...]
-    text: str
+    said: Answer
+    tools: str = ""
 
     @property
     def row(self) -> TokenRow:
@@ -272,7 +274,9 @@ def _batch(scorer: LoadedScalar, rows: Sequence[TokenRow]) -> TokenBatch:
 
 
 def _rendered(renderer: Renderer, answered: Answered) -> TokenRow:
-    row = renderer.conversation(answered.messages, answered.text, IN_MEMORY, last_turn_only=True)
+    row = renderer.conversation(
+        answered.messages, answered.said, IN_MEMORY, last_turn_only=True, tools=answered.tools
+    )
     if answered.is_finished:
         return row
     # An answer that was cut off must not get a terminator.

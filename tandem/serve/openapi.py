@@ -179,7 +179,8 @@ def _requests(models: list[str]) -> Json:
         **_refused(bodies.UNSUPPORTED),
         **_neutral(),
     }
-    refused = {**_refused(bodies.UNSUPPORTED_CHAT), "tools": _ref("NotSupported")}
+    refused = _refused(bodies.UNSUPPORTED_CHAT)
+    tools = {"type": ["array", "null"], "items": {"type": "object"}}
     ids = {"type": "array", "items": {"type": "integer", "minimum": 0}}
     prompt = [text, {**ids, "minItems": 1},
               {"type": "array", "minItems": 1, "maxItems": bodies.MOST_CHOICES,
@@ -188,8 +189,8 @@ def _requests(models: list[str]) -> Json:
     top = _maybe(_whole(0, 20))
     return {
         "ChatRequest": _object(
-            {**both, **refused, "messages": turns, "logprobs": _flag(), "top_logprobs": top,
-             "max_tokens": _maybe(_whole(1, _INT_MOST)),
+            {**both, **refused, "messages": turns, "tools": tools, "logprobs": _flag(),
+             "top_logprobs": top, "max_tokens": _maybe(_whole(1, _INT_MOST)),
              "max_completion_tokens": _maybe(_whole(1, _INT_MOST)),
              "tool_choice": {"enum": [None, "none", "auto"]},
              "response_format": _format()},
@@ -202,7 +203,9 @@ def _requests(models: list[str]) -> Json:
             "prompt",
         ),
         "ScoreRequest": _object(
-            {"messages": {**turns, "minItems": 2}, "model": model, "tandem": _extras()}, "messages"
+            {"messages": {**turns, "minItems": 2}, "tools": tools, "model": model,
+             "tandem": _extras()},
+            "messages",
         ),
         "TokenizeRequest": {
             "anyOf": [_object({"model": model, name: kind, "add_special_tokens": _flag()}, name)
@@ -210,19 +213,32 @@ def _requests(models: list[str]) -> Json:
         },
         "DetokenizeRequest": _object({"model": model, "tokens": ids}, "tokens"),
         "VoteRequest": _vote(turns),
-        "Turn": _object(
-            {"role": {"enum": [*get_args(Role), "developer"]},
-             "content": {"anyOf": [text, {"type": "array", "items": _ref("Part")}]},
-             **_refused(("tool_calls", "function_call", "audio"))},
-            "role", "content",
-        ),
-        "Part": {
-            "anyOf": [text, _object({"type": {"enum": list(bodies.PARTS)}, "text": text},
-                                    "type", "text")]
-        },
+        **_turn(text),
         "NotSupported": {"enum": [None, False, 0, "", [], {}],
                          "description": "Would change the answer: refused unless empty."},
     }  # fmt: skip
+
+
+def _turn(text: Json) -> Json:
+    said = {"anyOf": [text, {"type": "array", "items": _ref("Part")}]}
+    others = _refused(("function_call", "audio"))
+    words = {"role": {"enum": [*get_args(Role), "developer"]}, "content": said,
+             "tool_call_id": _maybe(text), "name": _maybe(text)}  # fmt: skip
+    calls = {"role": {"enum": ["assistant"]}, "content": _maybe(said),
+             "tool_calls": {"type": "array", "items": _ref("Call"), "minItems": 1}}  # fmt: skip
+    function = {"name": {"type": "string", "pattern": "\\S"},
+                "arguments": {"type": ["object", "string"]}}  # fmt: skip
+    part = {"type": {"enum": list(bodies.PARTS)}, "text": text}
+    return {
+        "Turn": {
+            "anyOf": [
+                _object({**words, **_refused(("tool_calls",)), **others}, "role", "content"),
+                _object({**calls, **others}, "role", "tool_calls"),
+            ]
+        },
+        "Call": _object({"id": text, "function": _object(function, "name")}, "function"),
+        "Part": {"anyOf": [text, _object(part, "type", "text")]},
+    }
 
 
 def _vote(turns: Json) -> Json:

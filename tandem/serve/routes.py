@@ -18,11 +18,19 @@ from tandem.serve.answering import (
     Answering,
     Prepared,
     check_limits,
+    no_tools,
     prepare_chat,
     prepare_text,
 )
 from tandem.serve.api_errors import ApiError, json_response
-from tandem.serve.bodies import Wanted, read_chat, read_completion, read_extras, read_messages
+from tandem.serve.bodies import (
+    Wanted,
+    read_chat,
+    read_completion,
+    read_extras,
+    read_messages,
+    read_tools,
+)
 from tandem.serve.connection import ClientGoneError, EventStream, read_body, unless_gone
 from tandem.serve.judging import Answered, Judging, finite, judge, sequence_logprobs
 from tandem.serve.loading import Loaded
@@ -81,12 +89,12 @@ class Api:
         return handle
 
     async def _chat(self, request: Request, body: dict[str, Any]) -> Response:
-        messages, wanted = read_chat(body)
+        messages, tools, wanted = read_chat(body)
         self._service.source_of(wanted.model)
         with ExitStack() as stack:
             stack.enter_context(self._service.room(wanted.n))
             loaded = await self._service.policy(wanted.model)
-            prompts = [await prepare_chat(self._service, loaded, messages)]
+            prompts = [await prepare_chat(self._service, loaded, messages, tools)]
             answering = self._answering(loaded, prompts, wanted, "messages", is_chat=True)
             shape = ChatShape(loaded.source.name, loaded.token_bytes, answering)
             return await self._answered(request, answering, shape, stack)
@@ -133,24 +141,28 @@ class Api:
                 f"{fields.shown(messages[-1].role)} last.",
                 "messages",
             )
+        tools = read_tools(body)
         wanted = read_extras(body.get("tandem", ["reward", "kl", "token_kl", "values"]))
         model = fields.text(body, "model", most=500)
         with self._service.room(1):
             loaded = await self._service.policy(model)
-            work = self._scored(loaded, messages, wanted - {"seed"})
+            work = self._scored(loaded, messages, tools, wanted - {"seed"})
             return json_response(await unless_gone(request.receive, work))
 
     async def _scored(
-        self, loaded: Loaded, messages: list[Message], wanted: frozenset[str]
+        self, loaded: Loaded, messages: list[Message], tools: str, wanted: frozenset[str]
     ) -> dict[str, Any]:
-        service, asked, answer = self._service, messages[:-1], messages[-1].content
+        service, asked, last = self._service, messages[:-1], messages[-1]
+        answer = last if last.tool_calls else last.content
 
         def render() -> tuple[Any, int]:
             """In a thread: templates may take long."""
             from tandem.data.render import IN_MEMORY
 
             try:
-                row = loaded.renderer.conversation(asked, answer, IN_MEMORY, last_turn_only=True)
+                row = loaded.renderer.conversation(asked, answer, IN_MEMORY, True, tools)
+                if tools and loaded.renderer.hides_tools(asked):
+                    raise no_tools()
             except DataError as error:
                 raise ApiError(str(error), "messages") from None
             return row, row.response_mask.index(True)
@@ -165,7 +177,7 @@ class Api:
                 code="context_length_exceeded",
             )
         judges = await service.judges(loaded, wanted)
-        answered = Answered(row.token_ids, prompt, True, tuple(asked), answer)
+        answered = Answered(row.token_ids, prompt, True, tuple(asked), answer, tools)
 
         def work() -> tuple[list[Any], dict[str, Any]]:
             """In a thread."""
@@ -189,8 +201,8 @@ class Api:
     async def _tokenize(self, request: Request, body: dict[str, Any]) -> Response:
         loaded = await self._service.policy(fields.text(body, "model", most=500))
         if body.get("messages") is not None:
-            messages = read_messages(body["messages"])
-            ids = (await prepare_chat(self._service, loaded, messages)).token_ids
+            messages, tools = read_messages(body["messages"]), read_tools(body)
+            ids = (await prepare_chat(self._service, loaded, messages, tools)).token_ids
         else:
             field = "prompt" if "prompt" in body else "content"
             text = body.get(field)

@@ -54,7 +54,7 @@ def read_vote(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     row: dict[str, Any] = {"id": _read_id(body.get("id"))}
     messages = read_messages(body.get("messages"))
-    prompt = [{"role": turn.role, "content": turn.content} for turn in messages]
+    prompt = [turn.as_dict() for turn in messages]
     verdict = body.get("verdict")
     answers = _read_answers(body.get("answers"), 1 if verdict == "rewrite" else 2)
     if verdict not in VERDICTS:
