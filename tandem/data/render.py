@@ -12,7 +12,7 @@ plain tokens (see tandem.data.control).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -238,18 +238,20 @@ class Renderer:
 
     def hides(self, messages: Sequence[Message], role: str) -> bool:
         """Whether the template writes nothing of a role's turns; not where it refuses them."""
-        return self._hidden(messages, lambda turns: self._template.hides(turns, role))
-
-    def hides_tools(self, messages: Sequence[Message]) -> bool:
-        """Whether the template writes nothing of tools; not where it refuses the turns."""
-        return self._hidden(messages, self._template.hides_tools)
-
-    def _hidden(self, messages: Sequence[Message], hides: Callable[[list[Message]], bool]) -> bool:
         try:
             with _in_time("probe"):
-                return hides(self._in_form(messages, "", "probe"))
+                return self._template.hides(self._in_form(messages, "", "probe"), role)
         except DataError:
             return False
+
+    def hides_tools(self, messages: Sequence[Message]) -> bool:
+        """Whether the template writes nothing of tools for turns like these."""
+        asked = [m for m in messages if m.role in ("system", "user")]  # it may refuse calls
+        found = []
+        for turns in (asked, self._template.opening):
+            with suppress(DataError), _in_time("probe"):
+                found.append(self._template.hides_tools(turns))
+        return bool(found) and all(found)
 
     def spelled(self, text: str) -> list[str]:
         """The control strings in someone's text, in order; they are encoded as plain text."""

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tandem.data.control import ControlTokens
 from tandem.data.render import Renderer
 from tandem.errors import DataError
 from tandem.types import Message, Source
@@ -220,7 +221,8 @@ def test_a_template_that_writes_no_calls_refuses_them(template: str | None) -> N
         "leaves them out; got 1. Write the call into the content",
     ):
         renderer.prompt([ASKED, CALL, RESULT], source=SOURCE)
-    assert renderer.hides_tools(turns_of(renderer, [ASKED]))
+    assert renderer.hides_tools(turns_of(renderer, [ASKED, SAID]))
+    assert renderer.hides_tools(turns_of(Renderer(built(TAGGED)), DIALOG))
     assert not Renderer(built(TAGGED)).hides_tools(turns_of(renderer, [ASKED]))
 
 
@@ -294,7 +296,7 @@ def test_text_in_tools_and_calls_becomes_no_control_token(
 ) -> None:
     tokenizer = built(template)
     renderer = Renderer(tokenizer)
-    controls = set(tokenizer.added_tokens_decoder)
+    controls = ControlTokens(tokenizer).forbidden
 
     def found(name: str, text: str, key: str) -> tuple[list[int], str]:
         identity = "abcdefgh1" if template == INST else text

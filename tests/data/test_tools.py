@@ -11,6 +11,7 @@ import pytest
 from tandem.config.dataset import DataConfig
 from tandem.config.schema import RunConfig
 from tandem.data.dataset import load_data
+from tandem.data.length import fit_prompt
 from tandem.data.render import Renderer
 from tandem.data.rows import RowProblem
 from tandem.data.shapes import to_sample
@@ -325,3 +326,13 @@ def test_a_plan_counts_tools_and_calls(template: str, tmp_path: Path) -> None:
         len(Renderer(tokenizer).prompt(turns[:1], tools=tools))
         - len(Renderer(tokenizer).prompt(turns[:1]))
     )
+
+
+def test_a_shortened_prompt_keeps_its_tools() -> None:
+    renderer = Renderer(built(TAGGED))
+    turns = turns_of([ASKED, CALL, RESULT, SAID, ASKED], "m")
+    whole = renderer.prompt(turns, {}, HERE, TOOLS)
+    last = renderer.prompt(turns[-1:], {}, HERE, TOOLS)
+    fitted = fit_prompt(whole, len(last), "truncate", renderer)
+    assert fitted.row == last
+    assert last.tools == whole.tools != ""
