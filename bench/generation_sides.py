@@ -34,7 +34,8 @@ from bench.models import (
 from bench.plain_hf_ppo import left_padded, sampling
 from tandem.config.schema import LoraConfig, SamplingConfig
 from tandem.data.render import Renderer
-from tandem.generation.generator import Stops, generate
+from tandem.generation.generator import generate
+from tandem.generation.stops import Stops
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.models.lora import add_lora, lora_parameters
 from tandem.types import PromptRow, Rollout

@@ -21,7 +21,8 @@ from tandem.data.render import Renderer
 from tandem.data.rows import RawRow
 from tandem.data.sources import parse_spec, read_rows
 from tandem.engine.forward import response_logprobs
-from tandem.generation.generator import Stops, generate
+from tandem.generation.generator import generate
+from tandem.generation.stops import Stops
 from tandem.models.eos import load_stop_ids
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.training.evaluate import language_model_metrics

@@ -1,15 +1,17 @@
-"""What shared prefixes and chunked prefill save: a chat's turns, prompts that begin alike, stalls.
+"""What shared prefixes and chunked prefill save: turns of a chat, of a rollout's conversations with
+an environment, prompts that begin alike, stalls.
 
     python bench/prefixes.py --json prefixes.json
 
-Three works, each with and without, in CPU seconds of one process, the two ways in turn:
+Four works, each with and without, in CPU seconds of one process, the two ways in turn:
 
     chat     one conversation of --turns turns; each prompt repeats all turns before
+    rollout  samples of 8 prompts, conversations of --answers answers with an environment
     shot     prompts that begin with the same examples, one short answer each, as in a rollout
     beside   a long prompt comes in while others decode: their longest wait for a token
 
-The first two count the tokens of prompts that were run; answers are the same both ways, and that is
-checked. `beside` has the prompt in parts of --chunk tokens, or whole.
+The first three count the tokens of prompts that were run; answers are the same both ways, and that
+is checked. `beside` has the prompt in parts of --chunk tokens, or whole.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +34,12 @@ from transformers import PreTrainedModel
 from bench.models import SHAPES, model_config, prompt_rows, random_ids, random_model
 from bench.report import Report, count, parser, table
 from tandem.config.schema import SamplingConfig
-from tandem.generation.generator import Stops, generate
+from tandem.generation.conversing import ConversationRow
+from tandem.generation.generator import generate
 from tandem.generation.runner import TwinRunner
+from tandem.generation.stops import Stops
 from tandem.generation.streaming import Conversations
+from tandem.types import Message
 
 STOPS = Stops((), 0, lambda ids: " ".join(map(str, ids)))
 Measured = dict[str, float]
@@ -44,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     flags = parser(__doc__, "rounds threads dtype")
     flags.add_argument("--shape", choices=sorted(SHAPES), default="llama-22m")
     flags.add_argument("--turns", type=count, default=8)
+    flags.add_argument("--answers", type=count, default=4, help="of a rollout's conversations")
     flags.add_argument("--chunk", type=count, default=128, help="tokens of a part of a prompt")
     options = flags.parse_args(arguments)
     if options.tiny:
@@ -77,6 +84,43 @@ def chat(model: PreTrainedModel, options: Namespace, shares: bool) -> tuple[Meas
             history += handle.token_ids
             said.append(handle.token_ids)
     return measured.result(), said
+
+
+class Says:
+    """An environment that says the same 32 tokens to every answer (a `Conversing`)."""
+
+    def __init__(self, ids: Sequence[int], max_answers: int, longest: int) -> None:
+        self.max_answers, self.longest = max_answers, longest
+        self._ids, self._ready = tuple(ids), list[tuple[int, ConversationRow]]()
+
+    def answered(
+        self, place: int, row: ConversationRow, token_ids: Sequence[int], text: str
+    ) -> None:
+        """Answer at once."""
+        said = (Message("assistant", text), Message("user", "more"))
+        token_ids = (*row.token_ids, *token_ids, *self._ids)
+        row = replace(row, token_ids=token_ids, messages=(*row.messages, *said))
+        self._ready.append((place, row))
+
+    def going_on(self, *, wait: bool) -> Sequence[tuple[int, ConversationRow]]:
+        """All that it has answered."""
+        ready, self._ready = self._ready, []
+        return ready
+
+
+def rollout(model: PreTrainedModel, options: Namespace, shares: bool) -> tuple[Measured, Any]:
+    """8 prompts of 96 tokens, 4 conversations each; answers of up to 64, 32 in the mean."""
+    size, vocabulary = 24 if options.tiny else 96, model.config.vocab_size
+    *prompts, heard = random_ids([size] * 8 + [size // 3], vocabulary, 9)
+    limit = size * 2 // 3
+    sampling = SamplingConfig(max_new_tokens=limit, samples_per_prompt=4)
+    # Random weights draw all tokens about equally often: every 48th ends an answer.
+    stops = Stops(tuple(range(0, vocabulary, 48)), 0, STOPS.decode)
+    talk = Says(heard, options.answers, size + options.answers * (limit + size // 3))
+    rows = prompt_rows(prompts)
+    with _counting() as measured:
+        made = generate(model, rows, sampling, stops, seed=1, share_prompts=shares, conversing=talk)
+    return measured.result(), made.batch.token_ids.tolist()
 
 
 def shot(model: PreTrainedModel, options: Namespace, shares: bool) -> tuple[Measured, Any]:
@@ -119,6 +163,7 @@ def beside(model: PreTrainedModel, options: Namespace, in_parts: bool) -> tuple[
 
 WORKS: dict[str, Callable[[PreTrainedModel, Namespace, bool], tuple[Measured, Any]]] = {
     "chat": chat,
+    "rollout": rollout,
     "shot": shot,
     "beside": beside,
 }

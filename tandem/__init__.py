@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from tandem.data.render import Renderer
     from tandem.engine.hybrid import RLHFEngine
     from tandem.errors import TandemError
-    from tandem.generation.generator import Stops, generate
+    from tandem.generation.generator import generate
+    from tandem.generation.stops import Stops
     from tandem.models.save import save_model
     from tandem.training.callbacks import Callback, RunState
     from tandem.training.make_engine import make_engine
@@ -37,7 +38,7 @@ _HOMES = {
     "RunConfig": "tandem.config.schema",
     "RunState": "tandem.training.callbacks",
     "SamplingConfig": "tandem.config.schema",
-    "Stops": "tandem.generation.generator",
+    "Stops": "tandem.generation.stops",
     "TandemError": "tandem.errors",
     "TrackedLoop": "tandem.training.tracked_loop",
     "build_config": "tandem.config.load",

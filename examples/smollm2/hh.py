@@ -120,7 +120,7 @@ def places(options: argparse.Namespace) -> dict[str, Any]:
     reference = run.placement.policy(str(options.output / "main/sft"), trained=False)
     folders = {"sft": "main/sft", "ppo": "main/ppo/actor", "dpo": "dpo/dpo"}
     found: dict[str, Any] = {"prompts": len(prompts), "policies": {}}
-    with rewarding(run, rows) as (scorer, rewards):
+    with rewarding(run, rows) as (scorer, rewards, _):
         for label, folder in folders.items():
             if not (options.output / folder).is_dir():
                 continue

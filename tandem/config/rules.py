@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.config.conversations import conversation_problems
 from tandem.config.dataset import DataConfig
 from tandem.config.optimizer import OptimizerConfig, SupervisedConfig
 from tandem.config.parallel import frozen_base_problems
@@ -60,6 +61,7 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
         yield "betas must be within [0, 1)"
     for stage in rl:
         yield from _rollout_problems(config, stage.section)
+        yield from conversation_problems(config, stage.section)
         section = getattr(config, stage.section)
         if isinstance(section, GRPOConfig):
             yield from _critic_free_problems(section, config.sampling.samples_per_prompt)
@@ -312,6 +314,8 @@ _READ_WITH = {
     "ema_decay": "ema",
     "kl_horizon": "kl_coef_target",
     "reward_function_weight": "reward_function",
+    "max_turns": "environment",
+    "max_conversation_tokens": "environment",
 }
 """Knobs of an RL stage that are read only if another one is set."""
 

@@ -170,6 +170,13 @@ class RLConfig:
     advantage_function: str = knob("", path=True)
     """Advantages of your own, likewise, called as f(experience) -> (advantages, the critic's
     returns or None). They are used as they come. Empty: the section's."""
+    environment: str = knob("", path=True)
+    """What answers hear back, as `file.py:name`, called as f(messages, **columns) -> the next turn,
+    or None at the end (docs/environments.md). Empty: conversations of one answer."""
+    max_turns: int = knob(8, ge=1)
+    """Most answers in a conversation with the environment."""
+    max_conversation_tokens: int = knob(0, ge=0)
+    """Most tokens of one. 0: of the longest prompt, all answers and as many heard between them."""
     ema: bool = knob(False, common=RL)
     """Keep an fp32 moving average of the actor, save it and evaluate it next to the actor."""
     ema_decay: float = knob(0.992, gt=0, lt=1)

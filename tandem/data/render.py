@@ -11,11 +11,11 @@ plain tokens (see tandem.data.control).
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, get_args
 
 from transformers import PreTrainedTokenizerBase
@@ -25,9 +25,9 @@ from tandem.data.control import ControlTokens, free_mark
 from tandem.data.excerpt import excerpt
 from tandem.data.marked_template import marked, rendering
 from tandem.data.own_template import PROBES, OwnTemplate, text_before
-from tandem.data.span_tokenizer import PieceTokenizer
+from tandem.data.span_tokenizer import PieceTokenizer, definition_of
 from tandem.data.template import ChatTemplate, Part
-from tandem.data.template_limits import deadline
+from tandem.data.template_limits import deadline, in_time
 from tandem.data.tools import for_template
 from tandem.data.turns import listed_tools, turns_in
 from tandem.errors import DataError, ModelError
@@ -37,9 +37,6 @@ from tandem.types import PromptRow, Source, TokenRow
 
 IN_MEMORY = Source(dataset="", path="conversation", line=1)
 """The source of a prompt that is not from a file, such as a chat's."""
-
-_MOST_HOLES = 2**20
-"""Unused ids that a vocabulary may have, besides one per token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +97,7 @@ class Renderer:
         self._tokenizer = tokenizer
         self.frame = self._frame()
         self._marked: str | None = None
-        self._definition = _definition(tokenizer)
+        self._definition = definition_of(tokenizer)
 
     @property
     def chat_template(self) -> str:
@@ -163,7 +160,7 @@ class Renderer:
         """
         where = visible(str(source))
         turns, listed = turns_in(messages), listed_tools(tools)
-        with _in_time(where):
+        with in_time(where):
             cut, mark, template = self._cut(turns, listed, source)
             shown, text = template.text(cut, mark, where)
             parts = template.parts(shown, text, where, every_answer=False)
@@ -192,7 +189,7 @@ class Renderer:
         """
         where = visible(str(source))
         every = [*messages, answer_turn(answer)]
-        with _in_time(where):
+        with in_time(where):
             cut, mark, template = self._cut(every, listed_tools(tools), source)
             before = self._before_answer(template, tuple(cut[:-1]), mark, where, not last_turn_only)
             turns, text = template.text([*before.turns, cut[-1]], mark, where, answered=True)
@@ -202,6 +199,42 @@ class Renderer:
         mask = ([False] * len(prompt_ids) if last_turn_only else before.mask) + answer_mask
         mask[0] = False  # Nothing precedes index 0 to predict it from.
         return TokenRow(tuple(prompt_ids + answer_ids), tuple(mask), source)
+
+    def heard(
+        self,
+        messages: Sequence[Message],
+        turns: Sequence[Message],
+        source: Source = IN_MEMORY,
+        tools: str = "",
+    ) -> tuple[int, ...]:
+        """What stands between an answer and the next one, whatever the first one says: ids from
+        behind the `terminator_id` that ended it up to where the assistant begins again.
+
+        Args:
+            messages: the turns before the answer. turns: that it hears. tools: as for `prompt`.
+        Raises:
+            DataError: the template or the tokenizer refuses a turn.
+            ModelError: the template does not show where an earlier answer ends.
+        """
+        where, spoken = visible(str(source)), [*messages, Message("assistant", ""), *turns]
+        texts, word = [*chain.from_iterable(map(texts_of, spoken)), *tool_texts(tools)], "Qz7heard"
+        while any(word in text for text in texts):
+            word += "d"
+        plain = [m.role == "assistant" and not m.tool_calls for m in spoken]
+        spoken = [replace(m, content=word) if p else m for m, p in zip(spoken, plain, strict=True)]
+        with in_time(where):
+            cut, mark, template = self._cut(spoken, tools, source)
+            _, text = template.text(cut, mark, where)
+        end = self._template.trail + (self._template.terminator or self._tokenizer.eos_token)
+        before, found, after = text.rpartition(word + end)
+        if not found:
+            raise ModelError(
+                f"a chat template for conversations that go on must end earlier answers with "
+                f"{excerpt(end)}, as the last one; got {excerpt(text.rpartition(word)[2])} after "
+                f"one of {where}. Use another chat_template."
+            )
+        ids = self._pieces.encode(after, mark, (before + found)[-self._control.longest :], where)
+        return tuple(ids)
 
     def document(self, text: str, source: Source) -> TokenRow:
         """Plain text, learned whole: BOS if the tokenizer adds one, the text, EOS.
@@ -239,7 +272,7 @@ class Renderer:
     def hides(self, messages: Sequence[Message], role: str) -> bool:
         """Whether the template writes nothing of a role's turns; not where it refuses them."""
         try:
-            with _in_time("probe"):
+            with in_time("probe"):
                 return self._template.hides(self._in_form(messages, "", "probe"), role)
         except DataError:
             return False
@@ -249,7 +282,7 @@ class Renderer:
         asked = [m for m in messages if m.role in ("system", "user")]  # it may refuse calls
         found = []
         for turns in (asked, self._template.opening):
-            with suppress(DataError), _in_time("probe"):
+            with suppress(DataError), in_time("probe"):
                 found.append(self._template.hides_tools(turns))
         return bool(found) and all(found)
 
@@ -365,29 +398,3 @@ class Renderer:
             if found:
                 return head, tail
         return lead, trail
-
-
-@contextmanager
-def _in_time(where: str) -> Iterator[None]:
-    try:
-        with deadline():
-            yield
-    except TimeoutError as error:
-        raise DataError(
-            f"{where}: turns must render in time; got {error} of the chat template. Remove this "
-            "row, or use another chat_template."
-        ) from error
-
-
-def _definition(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Everything that decides the ids of a text, without settings for batches."""
-    vocabulary = tokenizer.get_vocab()
-    largest = max(vocabulary.values(), default=0)
-    if largest > _MOST_HOLES + 2 * len(vocabulary):
-        # The library writes a line for every unused id: an id of 2^31 takes hours.
-        raise ModelError(
-            f"tokenizer {tokenizer.name_or_path!r} must number its {len(vocabulary)} tokens "
-            f"without large gaps; got id {largest}. Use the tokenizer as it was published."
-        )
-    definition = json.loads(tokenizer.backend_tokenizer.to_str())
-    return json.dumps(definition | {"padding": None, "truncation": None}, sort_keys=True)

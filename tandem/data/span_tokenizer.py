@@ -7,6 +7,7 @@ continuation of the text before it.
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 
 from tokenizers import Tokenizer
@@ -19,6 +20,8 @@ from tandem.errors import DataError, ModelError
 # Characters that are usually not merged with what follows, the most likely first.
 _ANCHORS = "\n:.,;!?)0aZ"
 _PROBES = ("x", "Hi", "1", "the")
+_MOST_HOLES = 2**20
+"""Unused ids that a vocabulary may have, besides one per token."""
 
 
 class PieceTokenizer:
@@ -192,3 +195,17 @@ def _decodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:
         and kind.decode is PreTrainedTokenizerBase.decode
         and kind._decode is PreTrainedTokenizerFast._decode
     )
+
+
+def definition_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Everything that decides the ids of a text, without settings for batches."""
+    vocabulary = tokenizer.get_vocab()
+    largest = max(vocabulary.values(), default=0)
+    if largest > _MOST_HOLES + 2 * len(vocabulary):
+        # The library writes a line for every unused id: an id of 2^31 takes hours.
+        raise ModelError(
+            f"tokenizer {tokenizer.name_or_path!r} must number its {len(vocabulary)} tokens "
+            f"without large gaps; got id {largest}. Use the tokenizer as it was published."
+        )
+    definition = json.loads(tokenizer.backend_tokenizer.to_str())
+    return json.dumps(definition | {"padding": None, "truncation": None}, sort_keys=True)

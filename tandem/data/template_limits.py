@@ -20,7 +20,7 @@ from itertools import product
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from tandem.errors import ModelError
+from tandem.errors import DataError, ModelError
 from tandem.process import lower_limit
 
 if TYPE_CHECKING:
@@ -183,3 +183,20 @@ def deadline() -> Iterator[None]:
 def _ring(number: int, frame: FrameType | None) -> None:
     if _armed:
         raise _OvertimeError
+
+
+@contextmanager
+def in_time(where: str) -> Iterator[None]:
+    """Within: a `deadline` for the turns of a row; `where` it came from.
+
+    Raises:
+        DataError: it has passed.
+    """
+    try:
+        with deadline():
+            yield
+    except TimeoutError as error:
+        raise DataError(
+            f"{where}: turns must render in time; got {error} of the chat template. Remove this "
+            "row, or use another chat_template."
+        ) from error

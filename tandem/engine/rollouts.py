@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from transformers import PreTrainedModel
 from tandem.config.engine import EngineSettings
 from tandem.config.schema import SamplingConfig
 from tandem.engine.forward import balanced, generation_weights
+from tandem.generation.conversing import ConversationRow, Conversing
 from tandem.generation.following import Following
-from tandem.generation.generator import Stops, generate
+from tandem.generation.generator import generate
 from tandem.generation.keeping import StateKeeper
+from tandem.generation.stops import Stops
 from tandem.models.modes import evaluating
 from tandem.models.twin import decodes
 from tandem.parallel.shard import shards_of
@@ -45,6 +48,7 @@ def rollout_of(
     step: int,
     numbers: Sequence[int] | None = None,
     following: Following | None = None,
+    conversing: Conversing | None = None,
     keeper: StateKeeper | None = None,
 ) -> Rollout:
     """A placed policy's answers as a run is configured to sample them.
@@ -52,6 +56,7 @@ def rollout_of(
     Args:
         step, numbers: with the seed they key the sampling (see `generation.generate`).
         following, keeper: as there; for one rank alone.
+        conversing: as there, each rank's own; not with weights in slices.
     """
     group = tensor_group(shards_of(model).world, settings.parallel.inference_tp_size)
     with generating(model, group):
@@ -64,6 +69,7 @@ def rollout_of(
             numbers=numbers,
             group=group,
             following=following,
+            conversing=conversing,
             keeper=keeper,
         )
 
@@ -78,6 +84,7 @@ def shared_rollout(
     numbers: Sequence[int] | None = None,
     group: TensorGroup | None = None,
     following: Following | None = None,
+    conversing: Conversing | None = None,
     keeper: StateKeeper | None = None,
 ) -> Rollout:
     """`rollout_of` inside `forward.generation_weights`; the texts do not depend on the ranks.
@@ -107,6 +114,7 @@ def shared_rollout(
             # A group's ranks must schedule alike.
             agreed_blocks=int if group is None else group.lowest,
             following=following,
+            conversing=conversing,
             keeper=keeper if world.size == 1 else None,
         )
 
@@ -171,10 +179,18 @@ def _exchanged(
         ordered(mask),
         gathered(own.batch.response_mask if own else None, torch.uint8).bool(),
     )
-    texts = [
-        text for part in world.all_gather_object(own.responses if own else ()) for text in part
-    ]
-    responses = dict(zip(order.tolist(), texts, strict=True))
+    owners = [prompt for prompt in prompts for _ in range(samples)]
+    said = [] if own is None else list(zip(own.responses, map(_grown, own.prompts), strict=True))
+    responses = {}
+    texts = chain.from_iterable(world.all_gather_object(said))
+    for place, (text, grown) in zip(order.tolist(), texts, strict=True):
+        responses[place] = text
+        if grown is not None:
+            token_ids, messages, given, end = grown
+            base = owners[place]
+            owners[place] = ConversationRow(
+                token_ids, messages, base.columns, base.source, base.tools, given, end
+            )
     ended = world.gather_flat((own.finished if own else none).to(torch.uint8), rows)
     per_token: dict[str, Any] = {
         name: gathered(getattr(own, name) if own else None, torch.float32) for name in _PER_TOKEN
@@ -182,8 +198,15 @@ def _exchanged(
     return Rollout(
         batch=batch,
         finished=ordered(ended).bool(),
-        prompts=tuple(prompt for prompt in prompts for _ in range(samples)),
+        prompts=tuple(owners),
         responses=tuple(responses[place] for place in range(len(order))),
         group=torch.arange(len(order), device=ended.device) // samples,
         **per_token,
     )
+
+
+def _grown(row: PromptRow) -> tuple[Any, ...] | None:
+    """What a conversation's row has that its prompt's does not tell; None for a plain prompt."""
+    if not isinstance(row, ConversationRow):
+        return None
+    return row.token_ids, row.messages, row.given, row.end

@@ -40,6 +40,8 @@ class Followed:
         prompts, groups: all so far, and the requests of each.
     """
 
+    keeps_answers = False
+
     def __init__(
         self,
         source: Following,
@@ -62,6 +64,11 @@ class Followed:
     def longest(self) -> int:
         """Tokens of the longest prompt that may follow."""
         return self._source.longest
+
+    @property
+    def num_answers(self) -> int:
+        """Requests so far."""
+        return sum(map(len, self.groups))
 
     def after(self, drawn: Sequence[Drawn]) -> list[list[Request]]:
         """What to submit after a step that drew these tokens."""

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.config.schema import SamplingConfig
-from tandem.data.render import Renderer
-from tandem.errors import GenerationError, NumericsError
+from tandem.errors import GenerationError
 from tandem.generation import hf_generate
 from tandem.generation.blocks import affordable_blocks, blocks_for
+from tandem.generation.collected import rollout_of, text_of
+from tandem.generation.conversing import ConversationRow, Conversed, Conversing
 from tandem.generation.detokenizer import AnswerText
 from tandem.generation.following import Followed, Following
 from tandem.generation.keeping import StateKeeper
@@ -29,25 +29,12 @@ from tandem.generation.runner import kv_dtype
 from tandem.generation.sampler import Draw, Sampler, sequence_key
 from tandem.generation.scheduler import Request, blocks_wanted, most_needed
 from tandem.generation.session import Session
+from tandem.generation.stops import Stops
 from tandem.models.source import positions_in
 from tandem.models.twin import decodes, kv_shapes, rope_border
 from tandem.ops.logits import rows_at_once
 from tandem.ops.sizes import PREFILL_TOKENS
-from tandem.types import PromptRow, Rollout, TokenBatch, TokenRow
-
-
-@dataclass(frozen=True, slots=True)
-class Stops:
-    """What ends an answer, what fills a row after it, and how ids become text."""
-
-    stop_token_ids: tuple[int, ...]
-    pad_token_id: int
-    decode: Callable[[Sequence[int]], str]
-
-    @staticmethod
-    def of(renderer: Renderer) -> Stops:
-        """Those of the conversation format that the prompts are rendered in."""
-        return Stops(renderer.stop_token_ids, renderer.pad_token_id, renderer.decode)
+from tandem.types import PromptRow, Rollout
 
 
 @torch.inference_mode(mode=False)  # else a rollout could not be trained on
@@ -70,6 +57,7 @@ def generate(
     agreed_blocks: Callable[[int], int] = int,
     by_hugging_face: bool = False,
     following: Following | None = None,
+    conversing: Conversing | None = None,
     keeper: StateKeeper | None = None,
 ) -> Rollout:
     """Answer each prompt `sampling.samples_per_prompt` times.
@@ -93,10 +81,12 @@ def generate(
         by_hugging_face: through Hugging Face's `generate`, whatever the family: to compare.
         following: names prompts to answer after these, while answers end; their numbers count on.
             Only for families that `decodes` knows, and without a `keeper` of tokens' states.
+        conversing: says what answers hear, as long as their conversations go on; likewise.
     Returns:
         P * samples rows, the samples of a prompt side by side, on the model's device; P counts
-        those that followed. None of the last nine arguments but `following` changes any of it
-        (on a CPU with the C++ operations, to the last bit; through Hugging Face up to rounding).
+        those that followed. With `conversing` their prompts are `ConversationRow`s. None of the
+        last ten arguments but these two changes any of it (on a CPU with the C++ operations, to
+        the last bit; through Hugging Face up to rounding).
     Raises:
         GenerationError: a prompt is empty, a prompt or a logit bias names tokens that the model
             does not have, prompt and answer exceed the model's positions, or there is no memory
@@ -109,24 +99,19 @@ def generate(
     numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
     made = _RequestMaker(model, sampler, sampling, stops, seed, step, numbers)
     by_prompt = [made.requests(row, place) for place, row in enumerate(prompts)]
-    requests = [request for group in by_prompt for request in group]
+    joining = made.joining(prompts, by_prompt, following, conversing)
     if not decodes(model) or by_hugging_face:
-        draws = _drawn_compatibly(model, requests, stops, batch_size)
-        return _rollout(prompts, requests, draws, stops)
-    followed, longest = None, 0 if following is None else following.longest
-    if following is not None:
-        followed = Followed(following, prompts, by_prompt, made.requests, made.answers)
-    groups = by_prompt if share_prompts else [[request] for request in requests]
+        draws = _drawn_compatibly(model, by_prompt, stops, batch_size, joining)
+        return made.rollout(prompts, by_prompt, draws)
+    groups = by_prompt if share_prompts else [[r] for group in by_prompt for r in group]
     if kv_blocks is None:
-        kv_blocks = agreed_blocks(_kv_blocks(model, groups, batch_size, longest))
+        kv_blocks = agreed_blocks(_kv_blocks(model, groups, batch_size, joining))
     draws = _drawn_side_by_side(
-        model, groups, stops, followed, slots=batch_size, num_blocks=kv_blocks, refill=refill,
+        model, groups, stops, joining, slots=batch_size, num_blocks=kv_blocks, refill=refill,
         prefill_tokens=prefill_tokens, chunk_tokens=chunk_tokens, share_prefixes=share_prompts,
-        keeper=None if followed else keeper,
+        keeper=None if joining else keeper,
     )  # fmt: skip
-    if followed is not None:
-        prompts, requests = followed.prompts, [r for group in followed.groups for r in group]
-    return _rollout(prompts, requests, draws, stops, keeper)
+    return made.rollout(prompts, by_prompt, draws, joining, keeper)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +134,63 @@ class _RequestMaker:
         if beyond >= 0:
             _check_prompts(self.model, [row], limit)
         number = self.numbers[place] if beyond < 0 else max(self.numbers) + 1 + beyond
-        return [
-            Request(
-                place * samples + sample,
-                row.token_ids,
-                sequence_key(self.seed, self.step, number, sample),
-                self.sampler,
-                limit,
-                watched_text(self.stops, self.sampling),
-            )
-            for sample in range(samples)
-        ]
+        return [self._request(place * samples + i, row, (number, i)) for i in range(samples)]
+
+    def later(self, row: ConversationRow, place: int, number: int) -> Request:
+        """That of a conversation's next answer; `place` counts conversations, `number` requests."""
+        _check_prompts(self.model, [row], self.sampling.max_new_tokens)
+        prompt, sample = divmod(place, self.sampling.samples_per_prompt)
+        names = self.numbers[prompt], sample, row.num_answers - 1
+        return self._request(number, row, names)
+
+    def _request(self, number: int, row: PromptRow, names: tuple[int, ...]) -> Request:
+        """`names`: what keys its randomness beside seed and step."""
+        return Request(
+            number,
+            row.token_ids,
+            sequence_key(self.seed, self.step, *names),
+            self.sampler,
+            self.sampling.max_new_tokens,
+            watched_text(self.stops, self.sampling),
+        )
+
+    def joining(
+        self,
+        prompts: Sequence[PromptRow],
+        groups: Sequence[list[Request]],
+        following: Following | None,
+        conversing: Conversing | None,
+    ) -> Followed | Conversed | None:
+        """What joins these requests while they run."""
+        if following is not None:
+            return Followed(following, prompts, groups, self.requests, self.answers)
+        if conversing is not None:
+            return Conversed(conversing, prompts, groups, self.later, self.text)
+        return None
+
+    def rollout(
+        self,
+        prompts: Sequence[PromptRow],
+        groups: Sequence[list[Request]],
+        draws: Draw,
+        joining: Followed | Conversed | None = None,
+        keeper: StateKeeper | None = None,
+    ) -> Rollout:
+        """The answers to prompts, and to those that joined; draws are by the requests' numbers."""
+        samples = self.sampling.samples_per_prompt
+        if isinstance(joining, Conversed):
+            rows, chains = joining.rows, joining.chains
+            draws = draws.at([request.number for chain in chains for request in chain])
+            return rollout_of(rows, chains, draws, self.stops, samples)
+        if joining is not None:
+            prompts, groups = joining.prompts, joining.groups
+        owners = [row for row in prompts for _ in range(samples)]
+        chains = [[request] for group in groups for request in group]
+        return rollout_of(owners, chains, draws, self.stops, samples, keeper)
+
+    def text(self, request: Request, token_ids: list[int]) -> str:
+        """An ended answer's text."""
+        return text_of(request, token_ids, self.stops)
 
     def answers(
         self, row: PromptRow, requests: list[Request], token_ids: list[list[int]]
@@ -169,7 +200,7 @@ class _RequestMaker:
         tokens = torch.tensor([ids + [0] * (limit - len(ids)) for ids in token_ids], device=device)
         nothing = torch.zeros(tokens.shape, device=device)
         draws = Draw(tokens, nothing, nothing, nothing)
-        return _rollout([row], requests, draws, self.stops)
+        return self.rollout([row], [requests], draws)
 
 
 def watched_text(stops: Stops, sampling: SamplingConfig) -> AnswerText | None:
@@ -212,27 +243,24 @@ def check_token_ids(size: int, token_ids: Sequence[int], where: str) -> None:
             )
 
 
-def not_a_number(where: str, token_number: int) -> NumericsError:
-    """The error of an answer whose token, counted from 1, had nothing to be drawn from."""
-    return NumericsError(
-        f"{where}: an answer must have finite logits for some token; got none at its token "
-        f"{token_number}. Look for NaN in the model's weights; see sampling.temperature and "
-        "sampling.logit_bias."
-    )
-
-
 def _kv_blocks(
-    model: PreTrainedModel, groups: list[list[Request]], slots: int, longest: int
+    model: PreTrainedModel,
+    groups: list[list[Request]],
+    slots: int,
+    joining: Followed | Conversed | None,
 ) -> int:
-    """Blocks of KV memory for the requests, as far as there is room, and for prompts of `longest`
-    tokens that may follow."""
+    """Blocks of KV memory for the requests, as far as there is room, and for the longest prompt
+    that may join them. Conversations grow: half of that is wanted for each."""
     lengths = [len(group[0].prompt) for group in groups]
+    longest = 0 if joining is None else joining.longest
     limit, samples = groups[0][0].limit, len(groups[0])
+    wanted = blocks_wanted(lengths, limit, samples, slots)
+    if isinstance(joining, Conversed):
+        grown = [(n + max(n, longest)) // 2 for n in lengths for _ in range(samples)]
+        wanted = max(wanted, blocks_wanted(grown, limit, 1, slots))
     return affordable_blocks(
         kv_shapes(model),
-        needed=max(
-            blocks_wanted(lengths, limit, samples, slots), most_needed([longest], limit, samples)
-        ),
+        needed=max(wanted, most_needed([longest], limit, samples)),
         largest=most_needed([*lengths, longest], limit, samples),
         dtype=kv_dtype(model),
         device=model.device,
@@ -243,7 +271,7 @@ def _drawn_side_by_side(
     model: PreTrainedModel,
     groups: list[list[Request]],
     stops: Stops,
-    followed: Followed | None,
+    joining: Followed | Conversed | None,
     *,
     slots: int,
     keeper: StateKeeper | None,
@@ -251,8 +279,8 @@ def _drawn_side_by_side(
 ) -> Draw:
     """All draws, (requests, limit); the requests know their ends. `how`: as `Session` takes it."""
     lengths = [len(group[0].prompt) for group in groups]
-    if followed is not None:
-        lengths.append(followed.longest)
+    if joining is not None:
+        lengths.append(joining.longest)
     limit, samples = groups[0][0].limit, len(groups[0])
     record = Record(len(groups) * samples, limit)
     session = Session(
@@ -261,6 +289,7 @@ def _drawn_side_by_side(
         slots=min(slots, len(groups) * samples),
         table_width=blocks_for(max(lengths) + limit),
         record=record,
+        keep_answers=joining is not None and joining.keeps_answers,
         **how,
     )
     if keeper is not None and isinstance(session.runner, NativeRunner):
@@ -271,28 +300,41 @@ def _drawn_side_by_side(
         # The longest first: while the last answers end, what is left is short.
         for group in sorted(groups, key=lambda group: -len(group[0].prompt)):
             session.submit(group)
-        if followed is None:
+        if joining is None:
             session.run()
-        while followed is not None and session.busy:
-            for group in followed.after(session.step()):
+        while joining is not None and session.busy:
+            for group in joining.after(session.step()):
                 session.submit(group)
             if not session.busy:
-                for group in followed.at_end():
+                for group in joining.at_end():
                     session.submit(group)
     finally:
         session.close()
-    if followed is not None:
-        record.num_answers = samples * len(followed.groups)
+    if joining is not None:
+        record.num_answers = joining.num_answers
     return record.collected()
 
 
 def _drawn_compatibly(
-    model: PreTrainedModel, requests: list[Request], stops: Stops, batch_size: int
+    model: PreTrainedModel,
+    groups: list[list[Request]],
+    stops: Stops,
+    batch_size: int,
+    joining: Followed | Conversed | None,
 ) -> Draw:
     """As `_drawn_side_by_side`, in batches of prompts of like length.
 
     One by one where a row's rope would follow the longest of its batch.
+
+    Raises:
+        GenerationError: others are to join, which they cannot.
     """
+    if joining is not None:
+        raise GenerationError(
+            "rollouts that others join must run on Tandem's own decoder; got Hugging Face's "
+            "generate. Set hybrid_engine, or choose a model of another family."
+        )
+    requests = [request for group in groups for request in group]
     if rope_border(model) is not None:
         batch_size = 1
     record = Record(len(requests), requests[0].limit)
@@ -312,63 +354,6 @@ def _drawn_compatibly(
             ),
         )
     return record.collected()
-
-
-def _rollout(
-    prompts: Sequence[PromptRow],
-    requests: list[Request],
-    draws: Draw,
-    stops: Stops,
-    keeper: StateKeeper | None = None,
-) -> Rollout:
-    device = draws.tokens.device
-    samples = len(requests) // len(prompts)
-    owners = tuple(row for row in prompts for _ in range(samples))
-    ids = draws.tokens.tolist()
-    rows = [
-        TokenRow(
-            token_ids=(*request.prompt, *ids[i][: request.length]),
-            response_mask=(False,) * len(request.prompt) + (True,) * request.length,
-            source=owners[i].source,
-        )
-        for i, request in enumerate(requests)
-    ]
-    batch = TokenBatch.from_rows(rows, stops.pad_token_id).to(device)
-    if keeper is not None:
-        keeper.end(requests, batch.token_ids.shape[1])
-    lengths = torch.tensor([request.length for request in requests], device=device)
-    drawn = torch.arange(draws.tokens.shape[1], device=device) < lengths[:, None]
-    broken = (draws.logprobs.isnan() | draws.sampled_logprobs.isnan()) & drawn
-    if bool(broken.any()):  # all numbers of the rollout at once: nobody waited for them before
-        row, token = broken.nonzero()[0].tolist()
-        raise not_a_number(str(owners[row].source), token + 1)
-
-    def placed(values: Tensor) -> Tensor:
-        per_token = torch.zeros(batch.token_ids.shape, dtype=torch.float32, device=device)
-        per_token[batch.response_mask] = values[drawn]
-        return per_token
-
-    return Rollout(
-        batch=batch,
-        rollout_logprobs=placed(draws.logprobs),
-        sampled_logprobs=placed(draws.sampled_logprobs),
-        rollout_entropy=placed(draws.entropy),
-        finished=torch.tensor([request.finished for request in requests], device=device),
-        prompts=owners,
-        responses=tuple(
-            _text(request, ids[i][: request.length], stops) for i, request in enumerate(requests)
-        ),
-        group=torch.arange(len(requests), device=device) // samples,
-    )
-
-
-def _text(request: Request, token_ids: list[int], stops: Stops) -> str:
-    """An answer's text, without its stop token or from its stop string on."""
-    if request.text is not None and request.text.ended:
-        return request.text.text
-    if token_ids[-1] in stops.stop_token_ids:
-        token_ids = token_ids[:-1]
-    return stops.decode(token_ids)
 
 
 def _check_prompts(model: PreTrainedModel, prompts: Sequence[PromptRow], new_tokens: int) -> None:

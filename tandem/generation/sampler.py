@@ -24,9 +24,14 @@ _FIRST_LOOK = 1024
 """Tokens among which the nucleus is searched before the whole vocabulary."""
 
 
-def sequence_key(seed: int, step: int, prompt: int, sample: int) -> int:
-    """A signed 64-bit key for one answer: the run's seed, and the answer's numbers."""
-    text = f"{seed}/{step}/{prompt}/{sample}".encode()
+def sequence_key(seed: int, step: int, prompt: int, sample: int, turn: int = 0) -> int:
+    """A signed 64-bit key for one answer: the run's seed, and the answer's numbers.
+
+    Args:
+        turn: answers before it in its conversation.
+    """
+    later = f"/{turn}" if turn else ""
+    text = f"{seed}/{step}/{prompt}/{sample}{later}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
@@ -42,6 +47,12 @@ class Draw:
     logprobs: Tensor
     sampled_logprobs: Tensor
     entropy: Tensor
+
+    def at(self, rows: Sequence[int]) -> Draw:
+        """The rows of these numbers, in this order."""
+        index = torch.tensor(rows, device=self.tokens.device)
+        parts = (self.tokens, self.logprobs, self.sampled_logprobs, self.entropy)
+        return Draw(*(part[index] for part in parts))
 
 
 class TokenCounts:

@@ -14,11 +14,10 @@ from tandem.config.schema import SamplingConfig
 from tandem.errors import GenerationError, NumericsError
 from tandem.generation import hf_generate
 from tandem.generation.blocks import affordable_blocks, blocks_for
+from tandem.generation.collected import not_a_number
 from tandem.generation.generator import (
-    Stops,
     check_token_ids,
     max_positions,
-    not_a_number,
     rows_together,
     vocabulary_size,
     watched_text,
@@ -28,6 +27,7 @@ from tandem.generation.runner import kv_dtype
 from tandem.generation.sampler import Sampler, sequence_key
 from tandem.generation.scheduler import PrefixCounts, Request
 from tandem.generation.session import Session
+from tandem.generation.stops import Stops
 from tandem.models.twin import decodes, kv_shapes
 from tandem.models.versions import weights_of
 

@@ -175,6 +175,17 @@ METRICS: tuple[Metric, ...] = (
         Metric("reward_failed", "share", _RL, "lower",
             "Answers on which a reward function failed, for whatever reason.", "0",
             title="Reward failures", chart="Reward failures"),
+        Metric("conversation_answers", "answers", _RL, "",
+            "Mean number of the policy's answers in a conversation with the environment.",
+            title="Answers per conversation"),
+        Metric("conversations_over", "share", _RL, "",
+            "Conversations that the environment ended.", chart="Ends of conversations"),
+        Metric("conversations_cut", "share", _RL, "lower",
+            "Conversations that max_turns or max_conversation_tokens ended.", "near 0",
+            chart="Ends of conversations"),
+        Metric("environment_failed", "share", _RL, "lower",
+            "Conversations that ended where the environment failed: it raised, took too long, "
+            "died, or its turns cannot be read or rendered.", "0", chart="Ends of conversations"),
         Metric("reward_failures/*", "answers", _RL, "lower",
             "Answers on which a reward function failed, by reason: it raised, took too long, took "
             "too much memory, its process died, it started too many processes, or its result is no "

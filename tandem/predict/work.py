@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.config.conversations import answer_tokens
 from tandem.config.schema import RLConfig, RunConfig, minibatch_size, num_updates
 from tandem.config.stages import Stage, leaving
 from tandem.predict.rows import Rows
@@ -91,7 +92,7 @@ def work_of(config: RunConfig, stage: Stage, ranks: int, rows: Rows) -> Work:
 
 
 def _rl_work(config: RunConfig, rl: RLConfig, ranks: int, rows: Rows) -> Work:
-    new, samples = config.sampling.max_new_tokens, config.sampling.samples_per_prompt
+    new, samples = answer_tokens(config, rows.longest), config.sampling.samples_per_prompt
     answers = rl.prompts_per_step * samples
     mine = -(-answers // ranks)
     share = -(-min(minibatch_size(config), answers) // ranks)

@@ -15,7 +15,9 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
-IF_NAMED = ("completion_ids", "prompt_texts")
+NEW_MESSAGES = "new_messages"
+"""The turns since the data's prompt: more than the answer after an environment's."""
+IF_NAMED = ("completion_ids", "prompt_texts", NEW_MESSAGES)
 """What goes only to functions with a parameter of that name, since it must be made for them."""
 GIVEN = ("prompts", "completions", "messages", *IF_NAMED)
 """What reward functions are given beside the data's columns; a column of such a name is left out.

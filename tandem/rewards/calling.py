@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from tandem.errors import Stopped
-from tandem.rewards.binding import binding_of
-from tandem.rewards.form import as_messages, form_advice, is_conversational
+from tandem.rewards.binding import NEW_MESSAGES, binding_of
+from tandem.rewards.form import as_messages, as_turns, form_advice, is_conversational
 from tandem.text import one_line, visible
 
 RewardFunction = Callable[..., Any]
@@ -36,7 +37,7 @@ class CallError(Exception):
 @dataclass(frozen=True, slots=True)
 class Call:
     """The arguments of one call: lists with one entry per completion. A function that asks for the
-    conversational form needs the column `messages`, each prompt's turns."""
+    conversational form needs the column `messages`, all turns before each."""
 
     prompts: list[str]
     completions: list[str]
@@ -68,11 +69,21 @@ class Outcome:
 
     score: a finite number; None where the function said so, or failed.
     failure: the reason, or "". message: what went wrong, in one line.
+    turns: of an environment, what it says to the answer, as role and content; None: nothing.
     """
 
     score: float | None
     failure: Reason | Literal[""] = ""
     message: str = ""
+    turns: list[dict[str, str]] | None = None
+
+
+class Judge(ABC):
+    """Something else than a reward function that workers call on answers."""
+
+    @abstractmethod
+    def outcomes(self, call: Call) -> list[Outcome]:
+        """What comes of each answer of a call."""
 
 
 def failed(count: int, failure: Reason, message: str) -> list[Outcome]:
@@ -80,32 +91,58 @@ def failed(count: int, failure: Reason, message: str) -> list[Outcome]:
     return [Outcome(None, failure, message)] * count
 
 
-def outcomes_of(function: RewardFunction, call: Call) -> list[Outcome]:
+def outcomes_of(function: RewardFunction | Judge, call: Call) -> list[Outcome]:
     """Call `function` and check what it returns; whatever it raises is an outcome.
 
     Raises:
         KeyboardInterrupt, Stopped: a signal came meanwhile.
     """
-    try:
+    if isinstance(function, Judge):
+        return function.outcomes(call)
+
+    def called() -> list[Outcome]:
         values = {"prompts": call.prompts, "completions": call.completions, **call.columns}
         if is_conversational(function):
-            values |= as_messages(call.columns["messages"], call.completions)
-        returned = binding_of(function, values).call(function, values)
-        if inspect.isawaitable(returned):
-            import asyncio  # slow to import, and few functions need it
+            new = call.columns.get(NEW_MESSAGES) or as_turns(call.completions)
+            values |= as_messages(call.columns["messages"], new)
+        return _checked(awaited(binding_of(function, values).call(function, values)), len(call))
 
-            returned = asyncio.run(_awaited(returned))
-        return _checked(returned, len(call))
+    return guarded(called, len(call), lambda error: form_advice(error, function))
+
+
+def guarded(
+    called: Callable[[], list[Outcome]],
+    count: int,
+    advice: Callable[[BaseException], str] = lambda error: "",
+) -> list[Outcome]:
+    """What comes of a user's code, whatever it raises.
+
+    Args:
+        count: answers that it is called for. advice: what to say beside its error.
+    Raises:
+        KeyboardInterrupt, Stopped: a signal came meanwhile.
+    """
+    try:
+        return called()
     except (KeyboardInterrupt, Stopped):
         raise
     except CallError as error:
-        return failed(len(call), error.reason, str(error))
+        return failed(count, error.reason, str(error))
     except MemoryError:
-        return failed(len(call), "memory", "MemoryError")
+        return failed(count, "memory", "MemoryError")
     # Whatever a user's code does is told to them; SystemExit too.
     except BaseException as error:
         reason: Reason = "died" if isinstance(error, SystemExit) else "exception"
-        return failed(len(call), reason, _named(error) + form_advice(error, function))
+        return failed(count, reason, _named(error) + advice(error))
+
+
+def awaited(returned: Any) -> Any:
+    """What a function returned, or what it comes to if that is to be awaited."""
+    if not inspect.isawaitable(returned):
+        return returned
+    import asyncio  # slow to import, and few functions need it
+
+    return asyncio.run(_awaited(returned))
 
 
 async def _awaited(awaitable: Any) -> Any:

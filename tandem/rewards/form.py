@@ -1,7 +1,8 @@
 """In which form a reward function gets conversations: texts, or TRL's lists of messages.
 
 A function with the attribute `conversational`, or named with `?conversational=on`, gets what TRL
-gives on conversational data: of each prompt its turns, of each completion one assistant turn.
+gives on conversational data: of each prompt its turns, of each completion one assistant turn, or
+with an environment all turns since.
 """
 
 from __future__ import annotations
@@ -27,17 +28,27 @@ def is_conversational(function: object) -> bool:
     return bool(getattr(function, CONVERSATIONAL, False))
 
 
+def as_turns(completions: Sequence[str]) -> list[list[dict[str, str]]]:
+    """Each of these answers as one assistant turn."""
+    return [[{"role": "assistant", "content": text}] for text in completions]
+
+
 def as_messages(
-    messages: Sequence[Sequence[Mapping[str, str]]], completions: Sequence[str]
+    messages: Sequence[Sequence[Mapping[str, str]]],
+    new_messages: Sequence[Sequence[Mapping[str, str]]],
 ) -> dict[str, list[list[dict[str, str]]]]:
     """Prompts and completions in TRL's conversational form, in dicts of their own.
 
     Args:
-        messages: each prompt's turns.
+        messages: all turns before each answer. new_messages: those since the data's prompt, and the
+            answer.
     """
+    pairs = list(zip(messages, new_messages, strict=True))
     return {
-        "prompts": [[dict(turn) for turn in turns] for turns in messages],
-        "completions": [[{"role": "assistant", "content": text}] for text in completions],
+        "prompts": [
+            [dict(turn) for turn in turns[: len(turns) - len(new) + 1]] for turns, new in pairs
+        ],
+        "completions": [[dict(turn) for turn in new] for _, new in pairs],
     }
 
 

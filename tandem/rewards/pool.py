@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.errors import ConfigError
-from tandem.rewards.calling import Call, Outcome, Reason, RewardFunction, failed
-from tandem.rewards.worker import MOST_PROCESSES, fork_host, receive, send
+from tandem.rewards.calling import Call, Judge, Outcome, Reason, RewardFunction, failed
+from tandem.rewards.worker import MOST_PROCESSES, What, fork_host, receive, send
 from tandem.stopping import holding_back
 
 START_SECONDS = 300.0
@@ -105,12 +105,14 @@ class WorkerPool:
 
     def __init__(
         self,
-        function: RewardFunction | str,
+        function: RewardFunction | Judge | str,
         pool_limits: PoolLimits,
         printed: Callable[[str], None] = lambda text: None,
+        what: What = "reward function",
     ) -> None:
         """`function`: its name, which the workers import; or itself, which they inherit by fork."""
         self.limits = pool_limits
+        self._what: What = what
         self._function = function
         self._printed = printed
         self._host: _Host | None = None
@@ -210,7 +212,12 @@ class WorkerPool:
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
                 env={"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **os.environ},
             )  # fmt: skip
-        order = {"name": self._function, "memory_bytes": memory, "follows": follows}
+        order = {
+            "what": self._what,
+            "name": self._function,
+            "memory_bytes": memory,
+            "follows": follows,
+        }
         reply: dict[str, Any] = {"error": "its process ended while it was imported"}
         ours.settimeout(START_SECONDS)
         with suppress(ConnectionError):
@@ -225,7 +232,7 @@ class WorkerPool:
             process.wait()
             ours.close()
             raise ConfigError(
-                f"reward function {self._function} must be importable in a process of its own; "
+                f"{self._what} {self._function} must be importable in a process of its own; "
                 f"got: {reply['error']}"
             )
         return _Host(ours, process.pid, process)
@@ -313,3 +320,13 @@ def _death(status: int, why: str, late: bool, seconds: float) -> tuple[Reason, s
             return "timeout", f"computed for more than {seconds:g} s"
         return "died", f"its process was killed by {signal.Signals(number).name}"
     return "died", f"its process exited with {os.waitstatus_to_exitcode(status)}"
+
+
+def cannot_fork() -> str:
+    """Why this process cannot fork workers; "" if it can."""
+    if not sys.platform.startswith("linux"):
+        return "this system cannot fork them"
+    torch = sys.modules.get("torch")
+    return (
+        "a GPU is in use, which a fork would break" if torch and torch.cuda.is_initialized() else ""
+    )

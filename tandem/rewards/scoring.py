@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import Counter
@@ -15,12 +14,12 @@ from typing import Any
 from tandem.config.scoring import ScoringConfig
 from tandem.errors import DataError
 from tandem.processor import num_cores
-from tandem.rewards.binding import IF_NAMED, columns_problem, names_parameter
+from tandem.rewards.binding import IF_NAMED, NEW_MESSAGES, columns_problem, names_parameter
 from tandem.rewards.calling import Call, Outcome, RewardFunction, outcomes_of
 from tandem.rewards.columns import account_of, columns_of
-from tandem.rewards.form import reads_messages
+from tandem.rewards.form import as_turns, is_conversational, reads_messages
 from tandem.rewards.loading import load_reward_function
-from tandem.rewards.pool import PoolLimits, WorkerPool
+from tandem.rewards.pool import PoolLimits, WorkerPool, cannot_fork
 from tandem.rewards.remote import RemoteReward
 from tandem.rewards.spec import RewardSpec, parse_specs, with_labels
 from tandem.text import visible
@@ -38,7 +37,8 @@ GivenFunction = str | RewardFunction | tuple[str | RewardFunction, float]
 class Answers:
     """What is to be scored; lists with one entry per answer.
 
-    messages: the whole conversations, as role and content dicts. rows: the data's columns.
+    messages: all turns before the answers, as role and content dicts. new_messages: the turns since
+    the data's prompts, the answer last; None: the answer alone. rows: the data's columns.
     sources: where each row came from. completion_ids: the sampled tokens, EOS included.
     prompt_texts: the prompts as the model reads them, control tokens included. None: not known.
     """
@@ -50,6 +50,7 @@ class Answers:
     sources: list[str]
     completion_ids: list[list[int]] | None = None
     prompt_texts: list[str] | None = None
+    new_messages: list[list[dict[str, str]]] | None = None
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -230,8 +231,10 @@ class RewardFunctions:
         self, function: _Function, answers: Answers, columns: Mapping[str, list[Any]]
     ) -> Call:
         values: dict[str, list[Any]] = {**columns, "messages": answers.messages}
+        if is_conversational(function.call) or names_parameter(function.call, NEW_MESSAGES):
+            values[NEW_MESSAGES] = answers.new_messages or as_turns(answers.completions)
         for name in IF_NAMED:
-            known = getattr(answers, name)
+            known = values.get(name) or getattr(answers, name)
             if known is not None and names_parameter(function.call, name):
                 values[name] = known
         if problem := columns_problem(function.call, values, function.spec.label):
@@ -245,7 +248,7 @@ class RewardFunctions:
             call = call.told(spec.label, config.deadline_seconds, self._print_line)
         if getattr(call, "in_process", False):
             return _Function(spec, call, None, printed)
-        if not spec.where and (why := _cannot_fork()):
+        if not spec.where and (why := cannot_fork()):
             self._print_line(
                 f"reward function {spec.label} runs in the training process, without deadline and "
                 f"limits: {why}. Name it as file.py:function to run it in processes of its own."
@@ -352,16 +355,6 @@ def text_of(spec: RewardSpec) -> str:
     from urllib.parse import urlencode
 
     return f"{spec.name}?{urlencode(spec.options)}" if spec.options else spec.name
-
-
-def _cannot_fork() -> str:
-    """Why this process cannot fork workers; "" if it can."""
-    if not sys.platform.startswith("linux"):
-        return "this system cannot fork them"
-    torch = sys.modules.get("torch")
-    return (
-        "a GPU is in use, which a fork would break" if torch and torch.cuda.is_initialized() else ""
-    )
 
 
 @contextmanager

@@ -26,13 +26,15 @@ import struct
 import sys
 import zlib
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 from tandem.process import die_with_parent, fork
 from tandem.rewards import limits
-from tandem.rewards.calling import Call, Outcome, RewardFunction, outcomes_of
+from tandem.rewards.calling import Call, Judge, Outcome, RewardFunction, outcomes_of
 from tandem.stopping import let_through
 
+What = Literal["reward function", "environment"]
+"""What the workers call."""
 MOST_PROCESSES = 64
 """Processes that a worker's call may start; with more it is killed."""
 _LONGEST_REPLY = 64 * 2**20
@@ -86,12 +88,10 @@ def main(control: int, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if order["follows"]:
         die_with_parent(parent)
-    from tandem.rewards.loading import load_reward_function
-
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         sys.stdout = sys.stderr = nowhere
         try:
-            function = load_reward_function(order["name"])
+            function = _loaded(order["what"], order["name"])
         except Exception as error:
             send(connection, json.dumps({"error": str(error)}).encode())
             return
@@ -99,8 +99,24 @@ def main(control: int, parent: int) -> None:
         _Host(connection, function, order["memory_bytes"]).serve()
 
 
+def _loaded(what: What, name: str) -> RewardFunction | Judge:
+    """The function of that name.
+
+    Raises:
+        ConfigError: it leads nowhere.
+    """
+    if what == "environment":
+        from tandem.named_functions import named_function
+        from tandem.rewards.hearing import EnvironmentCall
+
+        return EnvironmentCall(named_function(name, what))
+    from tandem.rewards.loading import load_reward_function
+
+    return load_reward_function(name)
+
+
 def fork_host(
-    control: socket.socket, function: RewardFunction, memory_bytes: int, *, follows: bool
+    control: socket.socket, function: RewardFunction | Judge, memory_bytes: int, *, follows: bool
 ) -> int:
     """A host forked from this process, for a function that only this process has; its id.
 
@@ -136,7 +152,7 @@ class _Host:
     """Forks workers, watches them, kills them."""
 
     def __init__(
-        self, connection: socket.socket, function: RewardFunction, memory_bytes: int
+        self, connection: socket.socket, function: RewardFunction | Judge, memory_bytes: int
     ) -> None:
         self._connection = connection
         self._function = function
@@ -225,7 +241,7 @@ class _Host:
 class _Worker:
     """Calls the function on what comes, until the socket closes."""
 
-    def __init__(self, connection: socket.socket, function: RewardFunction) -> None:
+    def __init__(self, connection: socket.socket, function: RewardFunction | Judge) -> None:
         self._connection = connection
         self._function = function
 
@@ -245,7 +261,7 @@ class _Worker:
             with suppress(Exception):
                 sys.stdout.flush()
             reply = {
-                "outcomes": [[o.score, o.failure, o.message] for o in outcomes],
+                "outcomes": [[o.score, o.failure, o.message, o.turns] for o in outcomes],
                 "printed": printed.taken(),
             }
             send(self._connection, json.dumps(reply).encode())

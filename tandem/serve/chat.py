@@ -21,8 +21,9 @@ from tandem.data.own_template import put_template, read_template, with_kept_temp
 from tandem.data.render import Renderer
 from tandem.errors import ModelError, TandemError
 from tandem.generation.detokenizer import AnswerText
-from tandem.generation.generator import Stops, max_positions
+from tandem.generation.generator import max_positions
 from tandem.generation.laying_out import lay_out_model
+from tandem.generation.stops import Stops
 from tandem.generation.streaming import Turns
 from tandem.models.checkpoint_ref import model_folders
 from tandem.models.eos import load_stop_ids

@@ -20,9 +20,9 @@ from tandem.config.schema import SamplingConfig
 from tandem.errors import GenerationError, TandemError
 from tandem.generation.blocks import affordable_blocks, blocks_for, free_bytes
 from tandem.generation.detokenizer import AnswerText
-from tandem.generation.generator import Stops
 from tandem.generation.observed import TokenLogprobs
 from tandem.generation.runner import kv_dtype
+from tandem.generation.stops import Stops
 from tandem.generation.streaming import CHUNK_TOKENS, Conversations, Handle
 from tandem.models.twin import decodes, kv_shapes
 from tandem.serve.api_errors import ApiError

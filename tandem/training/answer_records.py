@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.data.tokenview import TokenPieces
 from tandem.message import answer_text
 from tandem.metrics.answers import ANSWERS_FILE, ROLLOUTS_FILE
+from tandem.training.conversations import given_turns, said
 from tandem.training.experience import ScoredAnswers
 from tandem.training.stage_data import StepRows
 from tandem.types import Experience, PromptRow, Rollout, TokenRow
@@ -156,8 +157,8 @@ def _shown_row(row: Any, pieces: TokenPieces) -> dict[str, Any]:
 
 
 def _asked(prompt: PromptRow) -> dict[str, Any]:
-    """A prompt's turns, and a name that is the same in every step and run."""
-    turns = [{"role": turn.role, "content": answer_text(turn)} for turn in prompt.messages]
+    """The turns of the data's prompt, and a name that is the same in every step and run."""
+    turns = [{"role": turn.role, "content": answer_text(turn)} for turn in given_turns(prompt)]
     text = "\x1e".join(f"{turn['role']}\x1f{turn['content']}" for turn in turns) + prompt.tools
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
     return {"prompt_id": digest[:12], "prompt": turns}
@@ -165,7 +166,7 @@ def _asked(prompt: PromptRow) -> dict[str, Any]:
 
 def _answered(rollout: Rollout, row: int) -> dict[str, Any]:
     return {
-        "text": rollout.responses[row],
+        "text": said(rollout.prompts[row], rollout.responses[row]),
         "length": int(rollout.batch.response_mask[row].sum()),
         "finished": int(rollout.finished[row]),
     }

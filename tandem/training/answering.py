@@ -26,6 +26,7 @@ class Answering:
 
     Attributes:
         more_prompts: where dynamic sampling finds further prompts; None: nowhere.
+        source: where answers come from.
     """
 
     def __init__(
@@ -44,9 +45,9 @@ class Answering:
             source: where answers come from; None: one turn of the engine's policy.
             phases: times what is done.
         """
-        self.more_prompts = more_prompts
+        self.more_prompts, self.source = more_prompts, source or SingleTurn(engine)
         self._engine, self._config, self._algorithm = engine, config, algorithm
-        self._source, self._rewards = source or SingleTurn(engine), rewards
+        self._rewards = rewards
         self._phases = phases
 
     def answered(
@@ -58,7 +59,7 @@ class Answering:
     ) -> Answered:
         """Answers to prompts, and their scores; `keeper` keeps the tokens' states if they are the
         engine's own rollout."""
-        source = self._source
+        source = self.source
         with self._phases("generate") as phase:
             if keeper is not None and type(source) is SingleTurn:  # none with a collect of its own
                 rollout = source.collect_kept(prompts, keeper, step=step, numbers=numbers)
@@ -85,7 +86,7 @@ class Answering:
                 answer=partial(self._answered_more, list(prompts), step, numbers),
                 pad_token_id=self._engine.renderer.pad_token_id,
             )
-        assert isinstance(self._source, SingleTurn)
+        assert isinstance(self.source, SingleTurn)
         refill = Refill(
             len(prompts),
             num_most,
@@ -95,7 +96,7 @@ class Answering:
             # A reward model would compete with the generation for the same cores.
             stop=self._rewards.close if self._rewards and self._engine.scorer is None else None,
         )
-        collect = partial(self._source.collect_with, prompts, step=step, numbers=numbers)
+        collect = partial(self.source.collect_with, prompts, step=step, numbers=numbers)
         with self._phases("generate") as phase, self._told_once():
             made = refilled(collect, refill, len(prompts))
             phase.samples, phase.tokens = len(made[0]), made[0].batch.num_response_tokens
@@ -109,7 +110,7 @@ class Answering:
     def _can_refill(self) -> bool:
         """Whether prompts can join a running rollout, and groups be scored one by one."""
         scores_each = self._rewards is None or self._rewards.scores_each
-        return isinstance(self._source, SingleTurn) and self._engine.can_follow and scores_each
+        return isinstance(self.source, SingleTurn) and self._engine.can_follow and scores_each
 
     def _scored(self, rollout: Rollout) -> ScoredAnswers:
         engine, config = self._engine, self._config

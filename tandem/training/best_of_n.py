@@ -68,7 +68,7 @@ def measure_best_of(run: Run, rows: StepRows, num_samples: int) -> dict[str, lis
         ConfigError: the run has nothing that scores, or no held-out prompt.
     """
     config = run.config
-    with rewarding(run, rows) as (scorer, rewards):
+    with rewarding(run, rows) as (scorer, rewards, conversations):
         rl = rl_section(config)
         prompts = rows.heldout_prompts[: rl.eval_prompts]
         if num_samples < 2 or not prompts or (scorer is None and rewards is None):
@@ -85,7 +85,7 @@ def measure_best_of(run: Run, rows: StepRows, num_samples: int) -> dict[str, lis
             if label in trained:
                 continue
             model = run.placement.policy(source, trained=False)
-            rollout = answer(model, prompts, rows, run.settings, num_samples)
+            rollout = answer(model, prompts, rows, run.settings, num_samples, conversations)
             scored = score_answers(rollout, scorer, rows.renderer, rl, rewards, run.world)
             scores = scored.mixed.masked_fill(~scored.is_scored, torch.nan).view(-1, num_samples)
             scores = scores[~scores.isnan().any(dim=1)]

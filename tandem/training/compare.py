@@ -19,10 +19,12 @@ from tandem.config.stages import of_family, policy_folders, rl_stage
 from tandem.engine.module_scorer import any_scorer
 from tandem.engine.rollouts import rollout_of
 from tandem.engine.scoring import RewardScorer, place_scorer, scorer_tokenizer
-from tandem.generation.generator import Stops
+from tandem.generation.generator import max_positions
+from tandem.generation.stops import Stops
 from tandem.metrics.folder import EVALUATION_FILE, finished_stages
 from tandem.rewards.scoring import RewardFunctions
 from tandem.training.calibration import reliability
+from tandem.training.conversations import ConversationSource, conversation_source, said
 from tandem.training.evaluate import (
     answer_metrics,
     heldout_grade_metrics,
@@ -87,12 +89,12 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
     answers: list[dict[str, Any]] = [
         {"prompt": prompts[place].messages[-1].content, "answers": {}} for place in places
     ]
-    with rewarding(run, rows) as (scorer, rewards):
+    with rewarding(run, rows) as (scorer, rewards, conversations):
         for label, source in policies(run):
             model = run.placement.policy(source, trained=False)
             models[label] = language_model_metrics(model, rows.heldout_sft, rows.renderer, config)
             if prompts:
-                rollout = answer(model, prompts, rows, run.settings)
+                rollout = answer(model, prompts, rows, run.settings, conversations=conversations)
                 scored = score_answers(rollout, scorer, rows.renderer, rl, rewards, run.world)
                 # Without penalties and clips; NaN without a score.
                 scores = scored.mixed.masked_fill(~scored.is_scored, torch.nan).cpu()
@@ -100,7 +102,10 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
                 values = [None if score != score else score for score in scores.tolist()]
                 every_score[label] = values
                 for place, shown in zip(places, answers, strict=True):
-                    text, value = rollout.responses[place], values[place]
+                    text, value = (
+                        said(rollout.prompts[place], rollout.responses[place]),
+                        values[place],
+                    )
                     shown["answers"][label] = {"text": text, "score": value}
     shown_answers = [shown for shown in answers if shown["answers"]]
     evaluation = {"models": models, "answers": shown_answers, "made_from": made_from}
@@ -133,17 +138,24 @@ def first_of_each(prompts: Sequence[PromptRow], most: int) -> list[int]:
 @contextmanager
 def rewarding(
     run: Run, rows: StepRows
-) -> Iterator[tuple[RewardScorer | None, RewardFunctions | None]]:
-    """What scores answers in a run: its reward model, its reward functions, both or neither."""
+) -> Iterator[tuple[RewardScorer | None, RewardFunctions | None, ConversationSource | None]]:
+    """What scores answers in a run: its reward model, its reward functions, both or neither; and
+    what they hear back, if they do."""
     named = rl_section(run.config).reward_function if _uses_function(run.config) else None
     columns = columns_given(run.config, rows).names
     rewards = rewards_of(named, run.config.scoring, run.print_line, columns)
+    conversations = None
+    if of_family(run.config.stages, "rl"):
+        conversations = conversation_source(
+            run.config, rows.renderer, columns=columns, world=run.world, print_line=run.print_line
+        )
     try:
         with rewards.on_heldout() if rewards is not None else nullcontext():
-            yield _scorer(run, rows), rewards
+            yield _scorer(run, rows), rewards, conversations
     finally:
-        if rewards is not None:
-            rewards.close()
+        for used in (rewards, conversations):
+            if used is not None:
+                used.close()
 
 
 def _made_from(run: Run) -> dict[str, Any]:
@@ -153,10 +165,13 @@ def _made_from(run: Run) -> dict[str, Any]:
         run.verify(stage)
     identity = run.identity
     section = rl_stage(run.config.stages).section
-    measuring = (*_MEASURING, f"{section}.eval_prompts", f"{section}.reward_")
+    own = ["eval_prompts", "reward_"]
+    if rl_section(run.config).environment:
+        own += ["environment", "max_turns", "max_conversation_tokens"]
+    measuring = (*_MEASURING, *(f"{section}.{name}" for name in own))
     knobs = identity.knobs(name for name, _ in config_knobs() if name.startswith(measuring))
-    if own := identity.of_template():  # where its file lies does not matter
-        knobs["dataset.chat_template"] = own
+    if template := identity.of_template():  # where its file lies does not matter
+        knobs["dataset.chat_template"] = template
     made_from: dict[str, Any] = {
         "stages": finished,
         "knobs": knobs,
@@ -168,6 +183,8 @@ def _made_from(run: Run) -> dict[str, Any]:
         made_from[f"the files of {further.source}"] = identity.files_of_model(further.source)
     if _uses_function(run.config):
         made_from["the reward function"] = identity.reward_function()
+    if of_family(run.config.stages, "rl") and (digests := identity.environment()):
+        made_from["the environment"] = digests
     return made_from | identity.in_memory
 
 
@@ -177,11 +194,20 @@ def answer(
     rows: StepRows,
     settings: EngineSettings,
     samples: int = 1,
+    conversations: ConversationSource | None = None,
 ) -> Rollout:
-    """Sampled answers, `samples` per prompt, with the same random numbers for every policy."""
+    """Sampled answers, `samples` per prompt, with the same random numbers for every policy.
+
+    Args:
+        conversations: which they begin; None: answers alone.
+    """
     sampling = replace(settings.sampling, samples_per_prompt=samples)
     settings = replace(settings, sampling=sampling)
-    return rollout_of(model, prompts, settings, Stops.of(rows.renderer), step=0)
+    stops = Stops.of(rows.renderer)
+    if conversations is None:
+        return rollout_of(model, prompts, settings, stops, step=0)
+    with conversations.talking(sampling.max_new_tokens, max_positions(model)) as talk:
+        return rollout_of(model, prompts, settings, stops, step=0, conversing=talk)
 
 
 def _uses_function(config: RunConfig) -> bool:

@@ -24,6 +24,7 @@ from tandem.parallel.shard import shards_of
 from tandem.rewards.scoring import RewardFunctions
 from tandem.training.calibration import calibration_error
 from tandem.training.experience import ScoredAnswers, score_answers
+from tandem.training.rollout_source import RolloutSource, SingleTurn
 from tandem.types import GradedRow, PairRow, PromptRow, Rollout, TokenBatch, TokenRow
 
 
@@ -169,6 +170,7 @@ def policy_metrics(
     config: RunConfig,
     reward_function: RewardFunctions | None,
     keep: Callable[[Rollout, ScoredAnswers, Tensor | None], None] | None = None,
+    source: RolloutSource | None = None,
 ) -> dict[str, float]:
     """Held-out reward, KL, EOS rate and length of the actor, and the reward of its EMA.
 
@@ -177,10 +179,12 @@ def policy_metrics(
     Args:
         keep: gets the answers, their scores and, with a reference, each token's log(policy /
             reference), (B, T) nats.
+        source: where answers come from; None: one turn of the engine's policy.
     """
     if not prompts:
         return {}
-    rollout = engine.rollout(prompts, step=0)
+    collect = (source or SingleTurn(engine)).collect
+    rollout = collect(prompts, step=0)
 
     def scores(rollout: Rollout) -> ScoredAnswers:
         with reward_function.on_heldout() if reward_function is not None else nullcontext():
@@ -205,7 +209,7 @@ def policy_metrics(
         metrics["heldout_reward_function_score"] = float(answers.function.nanmean())
     if engine.ema is not None:
         with engine.ema.applied():
-            average = engine.rollout(prompts, step=0)
+            average = collect(prompts, step=0)
             of_average = scores(average)
         if bool(of_average.is_scored.any()):
             mixed = of_average.mixed[of_average.is_scored]

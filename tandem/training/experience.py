@@ -27,6 +27,7 @@ from tandem.objectives.rewards import (
 from tandem.parallel.world import World
 from tandem.rewards.scoring import RewardFunctions
 from tandem.training.algorithm import Algorithm
+from tandem.training.conversations import conversation_metrics
 from tandem.training.reward_function import RewardColumns, function_scores, named_metrics
 from tandem.training.rollout_rows import selected
 from tandem.types import Experience, Rollout
@@ -257,6 +258,7 @@ class ScoredAnswers:
             "reward_model_score": self.model,
             "reward_function_score": self.function,
         }
+        values |= conversation_metrics(rollout)
         values |= {
             name: float(part.nanmean())
             for name, part in parts.items()

@@ -21,6 +21,7 @@ from tandem.errors import ConfigError, DataError
 from tandem.generation.sampler import sequence_key
 from tandem.metrics.log import Answer
 from tandem.training.answer_records import AnswerKeeper
+from tandem.training.conversations import conversation_source, given_turns, said
 from tandem.training.evaluate import language_model_metrics, policy_metrics
 from tandem.training.flight_recorder import rows_of
 from tandem.training.policy_functions import named_advantages, named_losses
@@ -106,7 +107,12 @@ class PPOStage:
         engine, config = trainer.engine, trainer.config
         heldout = rows.heldout_prompts[: trainer.rl.eval_prompts]
         metrics = policy_metrics(
-            engine, heldout, config, trainer.reward_function, self._kept.follow
+            engine,
+            heldout,
+            config,
+            trainer.reward_function,
+            self._kept.follow,
+            trainer.answering.source,
         )
         if rows.heldout_ptx:
             texts = rows.heldout_ptx
@@ -183,16 +189,20 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
     for what, function in (("loss", rl.loss_function), ("advantages", rl.advantage_function)):
         if function and not isinstance(rl, GRPOConfig):  # whose line says so
             run.print_line(f"{stage}: {what} by {function}")
+    columns = columns_given(config, rows).names
+    conversations = conversation_source(
+        config, engine.renderer, columns=columns, world=run.world, print_line=run.print_line
+    )
+    if conversations is not None:
+        run.print_line(f"{stage}: {conversations.describe()}")
     return PPOTrainer(
         engine,
         config,
         num_steps=num_steps,
         reward_function=rewards_of(
-            rl.reward_function or None,
-            config.scoring,
-            run.print_line,
-            columns_given(config, rows).names,
+            rl.reward_function or None, config.scoring, run.print_line, columns
         ),
+        source=None if conversations is None else conversations.with_policy(engine),
         advantages_of=named_advantages(rl, section),
         token_losses=named_losses(rl, section),
         ptx_rows=rows.ptx,
@@ -235,15 +245,18 @@ def reward_source(run: Run, stage: str) -> str | nn.Module | None:
 
 
 def first_answers(experience: Experience) -> tuple[str, dict[str, Answer]]:
-    """A step's first prompt, and its answers with their scores."""
+    """A step's first prompt, and its answers with their scores; conversations whole."""
     rollout = experience.rollout
     first = rollout.prompts[0]
     answers: dict[str, Answer] = {
-        f"sample {i + 1}": {"text": rollout.responses[i], "score": float(experience.scores[i])}
+        f"sample {i + 1}": {
+            "text": said(rollout.prompts[i], rollout.responses[i]),
+            "score": float(experience.scores[i]),
+        }
         for i in range(len(rollout))
-        if rollout.prompts[i] is first
+        if rollout.group[i] == rollout.group[0]
     }
-    return first.messages[-1].content, answers
+    return given_turns(first)[-1].content, answers
 
 
 def save_engine(engine: RLHFEngine, rows: Rendered, folder: Path, *, dtype: str) -> None:

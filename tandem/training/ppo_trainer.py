@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tandem.config.conversations import answer_tokens, sampled_tokens
 from tandem.config.schema import RunConfig, minibatch_size, num_updates, rl_section
 from tandem.config.stages import rl_stage
 from tandem.engine.forward import Rows
@@ -25,6 +26,7 @@ from tandem.engine.update import BegunUpdate, LossTerm, MicroBatchLoss, Update, 
 from tandem.errors import BadStepError, ConfigError, NumericsError
 from tandem.metrics.timing import Phases
 from tandem.models.replayed import KeptStates
+from tandem.models.source import positions_in
 from tandem.objectives.kl import adapted_kl_coef
 from tandem.objectives.policy import TokenLosses, aggregation
 from tandem.training.algorithm import (
@@ -91,7 +93,7 @@ class PPOTrainer:
                 that the algorithm needs.
         """
         rl = rl_section(config)
-        length = config.sampling.max_new_tokens
+        length = sampled_tokens(config)
         algorithm = algorithm_of(rl, length, advantages_of=advantages_of, token_losses=token_losses)
         has_model = engine.scorer is not None and rl.reward_model_weight > 0
         self.reward_function = rewards_of(reward_function, config.scoring, print_line)
@@ -247,9 +249,9 @@ class PPOTrainer:
         Raises:
             OutOfMemoryError: it does not.
         """
-        rehearse_updates(
-            self.engine, self.budget, minibatch_size(self.config), self.algorithm, prompts
-        )
+        longest, positions = max(map(len, prompts)), positions_in(self.engine.actor.config)
+        answer, size = answer_tokens(self.config, longest, positions), minibatch_size(self.config)
+        rehearse_updates(self.engine, self.budget, size, self.algorithm, prompts, answer)
 
     def _with_gradient(self, minibatch: Experience) -> Tensor:
         """The rows of a minibatch that its forward must read: not those that add exactly 0 to the

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence, Sized
 from operator import attrgetter
 
+from tandem.config.conversations import answer_tokens
 from tandem.config.engine import engine_settings
 from tandem.config.rules import has_reference, selecting
 from tandem.config.schema import RunConfig, minibatch_size, rl_section
@@ -57,15 +58,16 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
     longest = max(map(len, rows.prompts), default=0)
     if scores or rl:
         problems += answers_too_long(longest, longest_answer, limit)
-    problems += _beyond_the_reference(config, rows, longest + longest_answer)
+    followed = answer_tokens(config, longest, limit) if rl else longest_answer
+    problems += _beyond_the_reference(config, rows, longest + followed)
     border = _rope_border(policy, config)
     shortest = min(map(len, [*rows.prompts, *rows.heldout_prompts]), default=0)
-    if rl and border is not None and shortest <= border < longest + longest_answer:
+    if rl and border is not None and shortest <= border < longest + followed:
         problems.append(
             f"prompts and answers of {rl[0].name} must stay within the {border} tokens past which "
             "this model's rope (longrope) changes for all tokens of a sequence, so that what an "
             "answer was drawn from is not what is trained; got up to "
-            f"{longest} + {longest_answer}. Lower "
+            f"{longest} + {followed}. Lower "
             "dataset.max_prompt_tokens or sampling.max_new_tokens"
         )
     if rl:

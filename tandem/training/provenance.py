@@ -57,6 +57,7 @@ _BUILT_ON = (
     *("parallel.frozen_weights", "parallel.shared_base"),
 )
 # These change metrics on the way, never the trained model.
+_ENVIRONMENT = "the environment"
 _HARMLESS = ("max_skipped", "workers", "self_test")
 # Nor do these, unless the stage's result is chosen among its evaluations.
 _EVALUATING = ("eval_every", "eval_prompts")
@@ -184,10 +185,15 @@ class Identity:
         for what, text in (
             ("the loss function", rl.loss_function),
             ("the advantage function", rl.advantage_function),
+            (_ENVIRONMENT, rl.environment),
         ):
             if text:
                 found[what] = _digests_of_files(files_of_function(text, what))
         return found
+
+    def environment(self) -> dict[str, str]:
+        """The same of the environment; empty without one."""
+        return self._functions().get(_ENVIRONMENT, {})
 
     def _digests_of(self, model: str) -> dict[str, str]:
         folders = model_folders(model)

@@ -20,16 +20,17 @@ def rehearse_updates(
     minibatch_size: int,
     algorithm: Algorithm,
     prompts: Sequence[PromptRow],
+    answer: int,
 ) -> None:
     """Run the largest micro-batches that can come forward and backward, for nothing: what does not
     fit into memory is known before the first step.
 
     Args:
         minibatch_size: answers of an update, over all ranks.
+        answer: most tokens that follow a prompt.
     Raises:
         OutOfMemoryError: it does not.
     """
-    answer = engine.settings.sampling.max_new_tokens
     length = max(len(prompt) for prompt in prompts) + answer
     device = engine.device
 

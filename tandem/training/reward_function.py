@@ -23,6 +23,7 @@ from tandem.rewards.calling import RewardFunction
 from tandem.rewards.columns import ColumnAccount, account_of
 from tandem.rewards.scoring import Answers, FunctionScores, GivenFunction, RewardFunctions
 from tandem.rewards.selftest import ReferenceRow, self_test
+from tandem.training.conversations import new_turns
 from tandem.training.stage_data import StepRows
 from tandem.types import PromptRow, Rollout
 
@@ -118,8 +119,8 @@ def function_scores(
     Each function is called as f(prompts=, completions=, **columns): `prompts` the text of each
     conversation's last user turn, `completions` the answers without their stop token, one list per
     column that the data's rows have (None where a row lacks it), and where a function takes them
-    `messages`, the whole conversation as role and content dicts, `completion_ids` and
-    `prompt_texts`.
+    `messages`, all turns before the answer as role and content dicts, `new_messages`, those since
+    the data's prompt and the answer, `completion_ids` and `prompt_texts`.
 
     Args:
         renderer: the policy's, for functions that ask for `prompt_texts`.
@@ -239,6 +240,10 @@ def _answers(rollout: Rollout, rewards: RewardFunctions, renderer: Renderer | No
         sources=[str(prompt.source) for prompt in rollout.prompts],
         completion_ids=ids,
         prompt_texts=texts,
+        new_messages=[
+            new_turns(prompt, text)
+            for prompt, text in zip(rollout.prompts, rollout.responses, strict=True)
+        ],
     )
 
 

@@ -14,9 +14,10 @@ from tandem.types import PromptRow, Rollout
 class RolloutSource(Protocol):
     """Answers prompts with the policy in training; all ranks call it and get the same rollout.
 
-    An environment of several turns is another one. In what it returns, `response_mask` marks every
-    token that the policy sampled, in as many spans as it had turns; tokens of the environment lie
-    between them, with log-prob 0. Losses, rewards and advantages step over those. Row i answers
+    Conversations with an environment are another one (`conversations`). In what it returns,
+    `response_mask` marks every token that the policy sampled, in as many spans as it had turns;
+    tokens of the environment lie between them, with log-prob 0. Losses, rewards and advantages step
+    over those. Row i answers
     prompt `group[i]`; `prompts[i].messages` holds all turns before the last answer and
     `responses[i]` that answer, from which a reward model with another tokenizer renders the whole.
     """

@@ -49,6 +49,7 @@ from tandem.training.agreement import require_one_configuration
 from tandem.training.answer_records import shown_rows
 from tandem.training.callbacks import Callback, CallbackStop
 from tandem.training.compare import compare, is_compared
+from tandem.training.conversation_trial import check_environment
 from tandem.training.forecast import Forecast
 from tandem.training.given import GivenModel, Rows, digest_of_module, with_given
 from tandem.training.own_templates import settle_template
@@ -60,7 +61,7 @@ from tandem.training.preflight import (
     idle_ranks,
     rates_for_large_models,
 )
-from tandem.training.reward_function import check_rewards
+from tandem.training.reward_function import check_rewards, columns_given
 from tandem.training.reward_model import has_policy
 from tandem.training.run_folder import Run
 from tandem.training.run_report import report, report_at_a_stop
@@ -211,6 +212,8 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
             rl = rl_section(config)
             section = rl_stage(config.stages).section
             check_policy_functions(rl, section, rows.prompts, config.sampling, run.world)
+            columns = columns_given(config, rows).names
+            check_environment(config, rows.prompts, rows.renderer, columns, run.world, print_line)
             check_rewards(rl.reward_function, config, rows, run.world, print_line)
         to_come = replace(config, stages=tuple(unfinished))
         for line in idle_ranks(to_come, run.world):

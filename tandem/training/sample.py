@@ -32,7 +32,7 @@ from tandem.engine.placement import Placement
 from tandem.engine.rollouts import rollout_of
 from tandem.engine.scoring import RewardScorer, place_scorer
 from tandem.errors import ConfigError, Stopped
-from tandem.generation.generator import Stops
+from tandem.generation.stops import Stops
 from tandem.metrics.console import StageConsole
 from tandem.models.checkpoint_ref import model_folders
 from tandem.parallel.watchdog import note

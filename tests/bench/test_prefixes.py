@@ -12,7 +12,7 @@ def test_all_works_run_both_ways(tmp_path: Path) -> None:
     file = tmp_path / "made.json"
     prefixes.main(["--tiny", "--json", str(file)])
     made = json.loads(file.read_text("utf-8"))
-    for name in ("chat", "shot"):
+    for name in ("chat", "rollout", "shot"):
         ran = {way: made[name][way]["prefilled_tokens"] for way in ("with", "without")}
         assert ran["with"] < 0.7 * ran["without"], name
     assert made["beside"]["with"]["largest_forward_tokens"] < 128

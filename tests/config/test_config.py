@@ -291,10 +291,12 @@ PATHS = {
     "ppo.reward_function": "~/rewards.py:score",
     "ppo.loss_function": "~/mine.py:gated?negative=1.1",
     "ppo.advantage_function": "~/mine.py:group_means",
+    "ppo.environment": "~/guess.py:environment",
     "ppo.ptx_data": "~/c.jsonl:0.5",
     "grpo.reward_function": "~/rewards.py:score",
     "grpo.loss_function": "~/mine.py:gated",
     "grpo.advantage_function": "~/mine.py:group_means",
+    "grpo.environment": "~/guess.py:environment",
     "grpo.ptx_data": "~/c.jsonl:0.5",
     "scoring.reward_models": "~/reward:0.5",
 }

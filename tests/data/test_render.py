@@ -464,3 +464,34 @@ def test_a_template_that_needs_a_system_turn_serves_conversations_that_have_one(
     assert renderer.decode(answer) == "yes"
     with pytest.raises(DataError, match=r"turns must suit the chat template.*'no system'"):
         renderer.prompt("hello")
+
+
+def test_what_an_answer_hears_follows_it_as_in_the_whole_conversation(
+    named: tuple[str, PreTrainedTokenizerBase],
+) -> None:
+    renderer = Renderer(named[1])
+    asked, heard = list(TURNS[:1]), [Message("user", "Why, <|im_end|> then? Qz7heard")]
+    for answer in ("Fine, thanks.", "<|im_end|>", "42"):
+        said = renderer.conversation(asked, answer, SOURCE).token_ids
+        whole = renderer.prompt([*asked, Message("assistant", answer), *heard]).token_ids
+        assert (*said, *renderer.heard(asked, heard)) == whole
+    later = [*asked, Message("assistant", "yes"), *heard]
+    said = renderer.conversation(later, "42", SOURCE).token_ids
+    whole = renderer.prompt([*later, Message("assistant", "42"), *heard]).token_ids
+    assert (*said, *renderer.heard(later, heard)) == whole
+
+
+def test_what_an_answer_hears_does_not_depend_on_how_templates_rewrite_it() -> None:
+    tokenizer = byte_level(THINKING)
+    renderer = Renderer(tokenizer)
+    turns = [Message("tool", "42"), Message("user", "so?")]
+    text = "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>user\nso?<|im_end|>\n"
+    found = renderer.heard(list(TURNS[:1]), turns)
+    assert tokenizer.decode(list(found)) == text + "<|im_start|>assistant\n"
+
+
+def test_a_template_without_an_end_for_earlier_answers_is_refused() -> None:
+    forgetful = CHATML.replace("{{ m.content }}<|im_end|>", "{{ m.content }}{% if loop.last or "
+        "m.role != 'assistant' %}<|im_end|>{% endif %}")  # fmt: skip
+    with pytest.raises(ModelError, match=r"must end earlier answers with .*<\|im_end\|>"):
+        Renderer(byte_level(forgetful)).heard(list(TURNS[:1]), [Message("user", "so?")])

@@ -34,7 +34,7 @@ from tandem.engine.learner import Learner
 from tandem.engine.placement import prepare_for_training, shard_model
 from tandem.engine.rollouts import shared_rollout
 from tandem.engine.shard_plan import shard_plan
-from tandem.generation.generator import Stops
+from tandem.generation.stops import Stops
 from tandem.models.twin import shares_every_tensor
 from tandem.parallel.dtensor import local, whole
 from tandem.parallel.shard import ShardPlan

@@ -15,7 +15,7 @@ from tandem.engine.placement import prepare_for_training, shard_model
 from tandem.engine.rollouts import shared_rollout
 from tandem.engine.shard_plan import shard_plan
 from tandem.errors import ConfigError, ModelError
-from tandem.generation.generator import Stops
+from tandem.generation.stops import Stops
 from tandem.models import tensor_parallel
 from tandem.models.lora import lora_layers
 from tandem.models.selfcheck import Agreement, check_twin

@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from tandem.config.schema import LoraConfig, SamplingConfig
 from tandem.generation import gpu_runner, session
 from tandem.generation.batch_state import Part, Rows
-from tandem.generation.generator import Stops, generate
+from tandem.generation.generator import generate
 from tandem.generation.gpu_graphs import CudaRecorder
 from tandem.generation.gpu_runner import GraphRunner
 from tandem.generation.sampler import Draw
+from tandem.generation.stops import Stops
 from tandem.models.lora import add_lora, lora_parameters
 from tandem.ops import native, paged_gpu
 from tandem.ops.attention_context import KVMemory

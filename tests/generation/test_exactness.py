@@ -14,11 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from tandem.config.schema import LoraConfig, SamplingConfig
 from tandem.engine.forward import response_logprobs
-from tandem.generation.generator import Stops, generate
+from tandem.generation.generator import generate
 from tandem.generation.native_runner import NativeRunner, runs_natively
 from tandem.generation.runner import TwinRunner, new_memory
 from tandem.generation.runners import make_runner
 from tandem.generation.sampler import sequence_key
+from tandem.generation.stops import Stops
 from tandem.generation.streaming import stream
 from tandem.models.frozen import freeze_quantized
 from tandem.models.lora import adapters_off, add_lora, keep_start, lora_layers, lora_parameters

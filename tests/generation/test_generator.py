@@ -11,7 +11,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from tandem.config.schema import SamplingConfig
 from tandem.engine.forward import response_logprobs
 from tandem.errors import GenerationError, NumericsError
-from tandem.generation.generator import Stops, generate
+from tandem.generation.generator import generate
+from tandem.generation.stops import Stops
 from tandem.generation.streaming import stream
 from tandem.types import Message, PromptRow, Rollout, Source
 from tests.models.families import FAMILIES, tiny_model

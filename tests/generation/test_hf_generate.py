@@ -9,7 +9,8 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from tandem.config.schema import SamplingConfig
-from tandem.generation.generator import Stops, generate
+from tandem.generation.generator import generate
+from tandem.generation.stops import Stops
 from tandem.generation.streaming import stream
 from tandem.models.load import new_causal_lm
 from tests.generation.test_generator import STOPS, prompts, wide_llama

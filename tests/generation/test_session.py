@@ -15,13 +15,14 @@ from tandem.config.schema import SamplingConfig
 from tandem.errors import GenerationError
 from tandem.generation import generator
 from tandem.generation.blocks import blocks_for
-from tandem.generation.generator import Stops, generate
+from tandem.generation.generator import generate
 from tandem.generation.native_runner import NativeRunner
 from tandem.generation.record import Record
 from tandem.generation.runners import make_runner
 from tandem.generation.sampler import Sampler, sequence_key
 from tandem.generation.scheduler import Request
 from tandem.generation.session import Session
+from tandem.generation.stops import Stops
 from tandem.models.lm_head import vocabulary_logits
 from tandem.models.packed import predictor_states
 from tandem.ops import dense, native

@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from tandem.config.schema import SamplingConfig
 from tandem.errors import GenerationError, NumericsError
-from tandem.generation.generator import Stops
+from tandem.generation.stops import Stops
 from tandem.generation.streaming import Conversations, Handle, stream
 from tandem.models.load import new_causal_lm
 from tandem.models.twin import supports_packing

@@ -34,6 +34,7 @@ SINGLE = {
     "reward-flat": ("ppo", "reward_std", [1.0] + [0.001] * 3, [0.02] * 5),
     "reward-clipped": ("ppo", "reward_clipped", [0.1, 0.21], [0.19]),
     "reward-failing": ("ppo", "reward_failed", [0.04, 0.06], [0.05]),
+    "environment-failing": ("ppo", "environment_failed", [0.04, 0.06], [0.05]),
     "actor-grad-spike": ("ppo", "actor_grad_norm", [1.0] * 15 + [11.0], [1.0] * 15 + [9.0]),
     "critic-grad-spike": ("ppo", "critic_grad_norm", [1.0] * 15 + [11.0], [1.0] * 9 + [90.0]),
     "forgetting": ("ppo", "heldout_ptx_perplexity", [30.0, 31.0, 36.1], [30.0, 35.9]),

@@ -17,7 +17,8 @@ from tandem.config.schema import (
 )
 from tandem.engine.forward import response_logprobs, sequence_scores
 from tandem.errors import ModelError, NumericsError
-from tandem.generation.generator import Stops, generate
+from tandem.generation.generator import generate
+from tandem.generation.stops import Stops
 from tandem.models.adapter import load_adapter
 from tandem.models.frozen import FrozenConv1D, FrozenLinear, freeze_quantized
 from tandem.models.load import load_causal_lm

@@ -24,7 +24,8 @@ from tandem.engine.learner import Learner
 from tandem.engine.placement import shard_model
 from tandem.engine.shard_plan import shard_plan
 from tandem.errors import ModelError
-from tandem.generation.generator import Stops, generate
+from tandem.generation.generator import generate
+from tandem.generation.stops import Stops
 from tandem.models import frozen
 from tandem.models.frozen import freeze_quantized
 from tandem.models.lora import add_lora, lora_parameters

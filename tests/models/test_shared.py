@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from tandem.config.schema import LoraConfig, SamplingConfig
 from tandem.engine.forward import response_logprobs, sequence_scores, token_values
 from tandem.errors import ModelError
-from tandem.generation.generator import Stops, generate
+from tandem.generation.generator import generate
+from tandem.generation.stops import Stops
 from tandem.models.frozen import freeze_quantized
 from tandem.models.lora import (
     adapters_off,

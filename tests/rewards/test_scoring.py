@@ -116,7 +116,7 @@ def test_a_function_of_this_process_is_forked_and_keeps_what_it_closes_over() ->
 
 
 def test_where_nothing_can_be_forked_a_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "_cannot_fork", lambda: "this system cannot fork them")
+    monkeypatch.setattr(scoring, "cannot_fork", lambda: "this system cannot fork them")
     lines: list[str] = []
     assert scores(lambda p, c, **k: [float(os.getpid())] * len(c), ["a"], lines) == [os.getpid()]
     assert "runs in the training process, without deadline and limits: this system" in lines[0]
@@ -250,7 +250,7 @@ def test_what_waits_for_a_worker_is_not_begun_once_they_are_ended(
     with futures.ThreadPoolExecutor(1) as thread:
         calls = [Call(["p"], ["a"], {}) for _ in range(3)]
         running = thread.submit(pool.run, calls)
-        while not begun.exists():
+        while not begun.exists() or not begun.read_text():
             time.sleep(0.01)
         pool.close()
         if late:
@@ -275,7 +275,8 @@ def test_a_worker_that_starts_while_ctrl_c_is_pressed_leaves_it_to_the_run(file:
         [sys.executable, "-c", program], pass_fds=[theirs.fileno()], stderr=subprocess.PIPE
     )
     theirs.close()
-    order = {"name": f"{file}:length", "memory_bytes": 0, "follows": False}
+    order = {"what": "reward function", "name": f"{file}:length"}
+    order |= {"memory_bytes": 0, "follows": False}
     send(ours, json.dumps(order).encode())
     assert receive(ours) == b"{}"
     ours.close()

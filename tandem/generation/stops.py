@@ -1,0 +1,22 @@
+"""How answers end, and how their ids become text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tandem.data.render import Renderer
+
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """What ends an answer, what fills a row after it, and how ids become text."""
+
+    stop_token_ids: tuple[int, ...]
+    pad_token_id: int
+    decode: Callable[[Sequence[int]], str]
+
+    @staticmethod
+    def of(renderer: Renderer) -> Stops:
+        """Those of the conversation format that the prompts are rendered in."""
+        return Stops(renderer.stop_token_ids, renderer.pad_token_id, renderer.decode)
