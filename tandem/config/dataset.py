@@ -27,9 +27,9 @@ class DataConfig:
     """Share of the prompts that no stage trains on, for evaluation."""
     columns: tuple[str, ...] = knob(())
     """Column map for files of other shapes, as `role=column` (roles: prompt, chosen, rejected,
-    completion, messages, text, system, tools, label, grade, margin, ranking, answers, ranks). A map
-    after a data set's name, as in `file.jsonl::prompt=question,completion=answer`, applies to that
-    set only."""
+    completion, messages, text, system, tools, label, grade, margin, ranking, answers, ranks,
+    scores, answer_a, answer_b, preferred). A map after a data set's name, as in
+    `file.jsonl::prompt=question,completion=answer`, applies to that set only."""
     min_grade: str = knob("auto")
     """Lowest grade of a graded answer that SFT and mixture training imitate: a number, `mean` (that
     of the data set's grades) or `none` (any). Others are counted as unused there. auto: mean in a

@@ -65,7 +65,7 @@ def find_aliases(row: Row, shape: str) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     if shape == "dialog preference":
-        if _needs_prompt(row) and (head := _head(row)):
+        if _needs_prompt(row) and (head := prompt_column(row)):
             found["prompt"] = head
     elif shape == "prompt":
         if (answer := _only(row, _ANSWERS)) and says_something(row[answer]):
@@ -129,7 +129,7 @@ def _is_conversation(value: Any) -> bool:
 def _prompt_and_answer(row: Row) -> dict[str, str]:
     if "conversation" in row and _is_conversation(row["conversation"]):
         return {"messages": "conversation"}
-    head = _head(row, CONTEXTS[:1])
+    head = prompt_column(row, CONTEXTS[:1])
     if not head:
         return {}
     ranked = row.get("answers") is not None and row.get("ranks") is not None
@@ -151,7 +151,7 @@ def _needs_prompt(row: Row) -> bool:
     return all(isinstance(a, str) or first_role(a) == "assistant" for a in answers)
 
 
-def _head(row: Row, contexts: Iterable[str] = CONTEXTS) -> str:
+def prompt_column(row: Row, contexts: Iterable[str] = CONTEXTS) -> str:
     """The column that must be the prompt; "" if none or several could be."""
     heads = [name for name in _given(row, (*_DIALOGS, *_QUESTIONS)) if _may_ask(row[name])]
     if len(heads) > 1:

@@ -4,12 +4,17 @@ have columns that no shape reads."""
 from __future__ import annotations
 
 from tandem.config.stages import Share
+from tandem.data.answer_lists import LISTS
+from tandem.data.comparisons import FOUND_BESIDE
 from tandem.data.ledger import DatasetLedger, Ledger
+from tandem.data.two_answers import pair_of_names
 from tandem.text import counted, visible
 
 _SHOWN = 5
 _GOOD, _BAD = ("chosen", "preferred", "accepted", "good"), ("reject", "bad")
 _ANSWERS = ("response", "answer", "output", "completion", "generation", "solution", "target")
+_SCORES = ("score", "rating", "reward", "grade")
+_VERDICTS = ("prefer", "better", "winner", "verdict", "choice", "label")
 
 
 def why_none(ledger: Ledger, share: Share) -> list[str]:
@@ -47,24 +52,47 @@ def _are_prompts_alone(account: DatasetLedger) -> bool:
 def _prompts_alone(account: DatasetLedger, share: Share) -> str:
     names = [visible(name)[:30] for name, _ in account.unread.most_common()]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    answers, what = _map_of_answers(account, share)
     prompt = next(iter(account.shapes)).partition(" with ")[2]  # a map is written whole
-    if share == "pairs":
-        good, bad = (_like(account, words, rest) for words, rest in ((_GOOD, 0), (_BAD, 1)))
-        answers = f"chosen={good},rejected={bad}"
-    else:
-        answers = f"completion={_like(account, _ANSWERS, 0)}"
+    if answers.partition("=")[0] in FOUND_BESIDE:
+        prompt = ""
     columns = ",".join(part for part in (prompt, answers) if part)
     several = len(names) > 1
     rows = counted(account.shapes.total(), "usable row")
     return (
         f"All {rows} of {visible(account.name)} are prompts alone: no stage reads their "
-        f"column{'s' * several} {', '.join(names[:_SHOWN])}{more}. Map the answer's column, as in "
+        f"column{'s' * several} {', '.join(names[:_SHOWN])}{more}. Map {what}, as in "
         f"{visible(account.path)}::{columns}"
     )
 
 
-def _like(account: DatasetLedger, words: tuple[str, ...], place: int) -> str:
-    """The unread column that is named like one of `words`, else the one at `place`."""
-    names = list(account.unread)
-    near = [name for name in names if any(word in name.lower() for word in words)]
+def _map_of_answers(account: DatasetLedger, share: Share) -> tuple[str, str]:
+    """The column map that may read the answers, and what it maps.
+
+    A column with lists is no answer: it may hold several, with a list of scores beside it.
+    """
+    single = [name for name in account.unread if name not in account.lists]
+    lists = [name for name in account.unread if name in account.lists]
+    several = [name for name in lists if _is_like(name, _ANSWERS)]
+    several.sort(key=lambda name: name not in LISTS)
+    if (pair := pair_of_names(single)) is not None:
+        verdict = _like([name for name in single if name not in pair], _VERDICTS, len(single))
+        return f"preferred={verdict}", "the column that says which answer is better"
+    if several and (share == "pairs" or not any(_is_like(name, _ANSWERS) for name in single)):
+        scores = _like([name for name in lists if name != several[0]], _SCORES, len(lists))
+        answers = "" if several[0] in LISTS else f"answers={visible(several[0])},"
+        return f"{answers}scores={scores}", "the list of the answers' scores"
+    if share == "pairs":
+        good, bad = _like(single, _GOOD, 0), _like(single, _BAD, 1)
+        return f"chosen={good},rejected={bad}", "the answer's column"
+    return f"completion={_like(single, _ANSWERS, 0)}", "the answer's column"
+
+
+def _is_like(name: str, words: tuple[str, ...]) -> bool:
+    return any(word in name.lower() for word in words)
+
+
+def _like(names: list[str], words: tuple[str, ...], place: int) -> str:
+    """The one of `names` that is named like one of `words`, else the one at `place`."""
+    near = [name for name in names if _is_like(name, words)]
     return visible([*near, *names[place:], "COLUMN"][0])

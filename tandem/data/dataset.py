@@ -192,6 +192,7 @@ def read_all(
             account.shapes[shaped.shape] += 1
             account.notes.update(shaped.notes)
             account.unread.update(shaped.unread)
+            account.lists.update(shaped.lists)
             sample = _with_system(shaped.sample, config.system_prompt)
             sample = _of_one_column(sample, shaped.grade_column, account, graded_by)
             content = content_key(sample)

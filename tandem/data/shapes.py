@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tandem.data import comparisons
 from tandem.data.aliases import (
     find_aliases,
     find_marks,
@@ -25,26 +26,27 @@ from tandem.data.aliases import (
     whole_prompt,
     with_lists,
 )
-from tandem.data.excerpt import describe, excerpt, names
+from tandem.data.comparisons import named, read_compared
+from tandem.data.dialogs import last_answer, pair_of, whole_dialog, with_system
+from tandem.data.excerpt import describe, names
 from tandem.data.grades import read_grade
 from tandem.data.labels import is_labelled, is_verdict, labelled, margin_of, verdict
 from tandem.data.rows import RowProblem
 from tandem.data.tools import tools_or_note
 from tandem.data.turns import (
-    Turns,
     check_prompt,
+    first_role,
     history_turns,
     is_transcript,
     joined_instruction,
     listed,
-    maybe_blank,
     prompt_turns,
     text_of,
     transcript_turns,
     turns_of,
 )
 from tandem.data.unread import column_notes, skipped_notes, turn_notes
-from tandem.message import Answer, Message, answer_text, bare
+from tandem.message import Message
 from tandem.types import Sample, Source
 
 Row = Mapping[str, Any]
@@ -71,7 +73,8 @@ class Shaped:
 
     shape: the shape's name, with the columns that were found under other names.
     notes: what is worth counting, each once per row. label_column, grade_column: where its label
-    and its grade are from, or "". unread: the columns of a prompt alone that nothing reads.
+    and its grade are from, or "". unread: the columns of a prompt alone that nothing reads; lists:
+    those of them that have a list or an object, which is no answer.
     """
 
     sample: Sample
@@ -80,6 +83,7 @@ class Shaped:
     label_column: str = ""
     grade_column: str = ""
     unread: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
 
 
 def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None) -> Shaped:
@@ -99,57 +103,66 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
     renamed = with_lists(renamed)
     shape = _shape_of(renamed, columns)
     found = {} if columns else find_aliases(renamed, shape.name if shape else "")
+    several = read_compared(renamed, columns, shape.name if shape else "", found)
+    if several is not None:
+        renamed, columns, found = several.row, several.columns, dict(several.prompt)
     marks = find_marks(renamed)
     joined: set[str] = set()
     values = {role: renamed[column] for role, column in (found | marks).items()}
     if "prompt" in found:
         values["prompt"], joined = whole_prompt(renamed, found["prompt"])
     renamed |= values
-    if found:  # marks are of any shape
+    if found or several is not None:  # marks are of any shape
         shape = _shape_of(renamed, columns)
     if shape is None:
         raise _unknown(row, renamed, columns)
     # A column that nobody mapped may be called so and mean something else.
     if "label" in columns or ("label" in shape.may and is_verdict(renamed.get("label"))):
         renamed["label"] = verdict(renamed["label"])
+    own = found | marks | (several.own if several is not None else {})
+    noted = several.notes if several is not None else ()
     try:
         sample = shape.read(renamed, source)
     except RowProblem as problem:
-        raise _in_terms_of_the_row(problem, found | marks) from None
+        raise _in_terms_of_the_row(problem, own) from None
     graded = read_grade(renamed if "grade" in shape.may else {}, sample, columns)
-    where = {**found, **marks, **columns}
+    where = {**own, **columns}
     read = joined | {where.get(role, role) for role in shape.needs + shape.may}
     listing = where.get("tools", "tools")
     read -= {"answer", "margin", listing, where.get("grade", "grade")}
     read -= {found.get("completion", "answer")}
     if not is_labelled(renamed):
         read.discard(where.get("label", "label"))
+    if several is not None:
+        read |= several.used
     extra = {name: value for name, value in row.items() if name not in read}
     listed_in = renamed if "tools" in shape.may else {}
     tools, no_tools = tools_or_note(listed_in.get("tools"), is_mapped="tools" in columns)
     sample = replace(sample, columns=extra, grade=graded.grade, tools=tools)
-    alone = shape.read is prompt_only
-    unread = {name: value for name, value in extra.items() if name != listing or not tools}
-    left = column_notes(unread) if shape.read is not plain_text else ()
+    left = {name: value for name, value in extra.items() if name != listing or not tools}
+    notes = column_notes(left) if shape.read is not plain_text else ()
     if graded.grade is not None and graded.column != "grade":
         found |= {"grade": graded.column}
+    alone = shape.read is prompt_only and not (several is not None and several.used)
+    unread = tuple(n for n, value in left.items() if says_something(value)) if alone else ()
     return Shaped(
         sample,
-        shape.name + (f" with {_written(found)}" if found else ""),
-        (*_notes(renamed, shape, sample), *filter(None, [graded.note, no_tools]), *left),
+        several.shape if several is not None else named(shape.name, found),
+        (*noted, *_notes(renamed, shape, sample), *filter(None, [graded.note, no_tools]), *notes),
         where.get("label", "label") if sample.label is not None else "",
         where.get(graded.column, graded.column),
-        tuple(name for name, value in unread.items() if says_something(value)) if alone else (),
+        unread,
+        tuple(name for name in unread if _holds_no_answer(extra[name])),
     )
+
+
+def _holds_no_answer(value: Any) -> bool:
+    """Whether a column has a list or an object that is no message and no conversation."""
+    return isinstance(value, list | tuple | Mapping) and first_role(value) is None
 
 
 def _shape_of(row: Row, columns: Mapping[str, str]) -> Shape | None:
     return next((shape for shape in SHAPES if shape.fits(row, columns)), None)
-
-
-def _written(found: Mapping[str, str]) -> str:
-    """A column map as one writes it."""
-    return ",".join(f"{role}={column}" for role, column in found.items())
 
 
 def _in_terms_of_the_row(problem: RowProblem, found: Mapping[str, str]) -> RowProblem:
@@ -165,7 +178,7 @@ def _unknown(row: Row, renamed: Row, columns: Mapping[str, str]) -> RowProblem:
         "",
         names(row) + (f" with {', '.join(columns)} mapped" if columns else ""),
         f"have the columns of a known shape ({'; '.join(_needs())})",
-        example if columns else map_to_add(renamed) or example,
+        example if columns else comparisons.map_to_add(row) or map_to_add(renamed) or example,
     )
 
 
@@ -174,13 +187,13 @@ def preference(row: Row, source: Source) -> Sample:
 
     A list of messages holds the answer alone, or the whole dialog.
     """
-    prompt = _with_system(prompt_turns(row["prompt"], "prompt"), row)
-    chosen = _dialog(prompt, row["chosen"], "chosen")
+    prompt = with_system(prompt_turns(row["prompt"], "prompt"), row)
+    chosen = whole_dialog(prompt, row["chosen"], "chosen")
     if row.get("rejected") is None:
-        prompt, answer = _last_answer(chosen, "chosen", "prompt")
+        prompt, answer = last_answer(chosen, "chosen", "prompt")
         return Sample(source, prompt, answer)
-    rejected = _dialog(prompt, row["rejected"], "rejected")
-    return _pair(chosen, rejected, source, "prompt", margin_of(row))
+    rejected = whole_dialog(prompt, row["rejected"], "rejected")
+    return pair_of(chosen, rejected, source, "prompt", margin_of(row))
 
 
 def dialog_preference(row: Row, source: Source) -> Sample:
@@ -197,8 +210,8 @@ def dialog_preference(row: Row, source: Source) -> Sample:
         dialogs = [transcript_turns(text_of(row[f], f), f) for f in ("chosen", "rejected")]
     else:
         dialogs = [turns_of(row[f], f) for f in ("chosen", "rejected")]
-    chosen, rejected = (_with_system(dialog, row) for dialog in dialogs)
-    return _pair(chosen, rejected, source, "chosen", margin_of(row))
+    chosen, rejected = (with_system(dialog, row) for dialog in dialogs)
+    return pair_of(chosen, rejected, source, "chosen", margin_of(row))
 
 
 def ranking(row: Row, source: Source) -> Sample:
@@ -206,7 +219,7 @@ def ranking(row: Row, source: Source) -> Sample:
 
     Equal ranks are answers that are not compared; at least two must differ.
     """
-    prompt = check_prompt(_with_system(prompt_turns(row["prompt"], "prompt"), row), "prompt")
+    prompt = check_prompt(with_system(prompt_turns(row["prompt"], "prompt"), row), "prompt")
     field = "ranking" if row.get("ranking") is not None else "answers"
     answers = row[field]
     if not isinstance(answers, list | tuple) or len(answers) < 2:
@@ -234,9 +247,9 @@ def _check_ranks(ranks: Any, count: int) -> None:
 
 def prompt_completion(row: Row, source: Source) -> Sample:
     """prompt and completion: strings or message lists; `label` false marks a bad answer."""
-    prompt = _with_system(prompt_turns(row["prompt"], "prompt"), row)
-    dialog = _dialog(prompt, row["completion"], "completion")
-    prompt, answer = _last_answer(dialog, "completion", "prompt")
+    prompt = with_system(prompt_turns(row["prompt"], "prompt"), row)
+    dialog = whole_dialog(prompt, row["completion"], "completion")
+    prompt, answer = last_answer(dialog, "completion", "prompt")
     return labelled(Sample(source, prompt, answer), row)
 
 
@@ -256,7 +269,7 @@ def alpaca(row: Row, source: Source) -> Sample:
     `history` (LLaMA-Factory's) holds the turns before it as [instruction, answer] pairs.
     """
     prompt = Message("user", joined_instruction(row))
-    turns = _with_system((*history_turns(row.get("history")), prompt), row)
+    turns = with_system((*history_turns(row.get("history")), prompt), row)
     turns = check_prompt(turns, "instruction")
     return labelled(Sample(source, turns, text_of(row["output"], "output")), row)
 
@@ -272,13 +285,13 @@ def plain_text(row: Row, source: Source) -> Sample:
 def question_answer(row: Row, source: Source) -> Sample:
     """question and answer, both text."""
     question = Message("user", text_of(row["question"], "question"))
-    turns = check_prompt(_with_system((question,), row), "question")
+    turns = check_prompt(with_system((question,), row), "question")
     return labelled(Sample(source, turns, text_of(row["answer"], "answer")), row)
 
 
 def prompt_only(row: Row, source: Source) -> Sample:
     """A prompt, to be answered in PPO."""
-    prompt = _with_system(prompt_turns(row["prompt"], "prompt"), row)
+    prompt = with_system(prompt_turns(row["prompt"], "prompt"), row)
     return Sample(source, check_prompt(prompt, "prompt"))
 
 
@@ -304,79 +317,17 @@ SHAPES = (
 
 
 def _needs() -> list[str]:
-    return [" + ".join(shape.needs) for shape in SHAPES]
-
-
-def _with_system(turns: Turns, row: Row) -> Turns:
-    """`turns` with the row's `system` column, if it has one, in front."""
-    system = row.get("system")
-    if system is None or not maybe_blank(system, "system").strip():
-        return turns
-    if any(turn.role == "system" for turn in turns):
-        raise RowProblem(
-            "system", excerpt(system), "not be given together with a system turn in the row"
-        )
-    return (Message("system", system), *turns)
-
-
-def _dialog(prompt: Turns, answer: Any, field: str) -> Turns:
-    """The whole dialog of a prompt and its answer column; one message is the answer."""
-    if isinstance(answer, str):
-        return (*prompt, Message("assistant", text_of(answer, field)))
-    turns = turns_of([answer] if isinstance(answer, dict) else answer, field)
-    if turns[0].role == "assistant":
-        return prompt + turns
-    # A dialog may have a system turn that its prompt column lacks.
-    own = tuple(t for t in turns if t.role != "system" or t in prompt)
-    if own[: len(prompt)] == prompt:
-        return turns
-    found = f"another dialog, which begins {excerpt(turns[0].content)}"
-    raise RowProblem(field, found, "continue the prompt, or repeat it")
-
-
-def _last_answer(turns: Turns, field: str, prompt_field: str) -> tuple[Turns, Answer]:
-    """(the turns before the answer, the answer): the dialog must end with the assistant.
-
-    `field` and `prompt_field` name the answer's column and the prompt's in errors.
-    """
-    if turns[-1].role != "assistant":
-        raise RowProblem(field, f"{turns[-1].role} last", "end with an assistant turn")
-    answer = turns[-1] if turns[-1].tool_calls else turns[-1].content
-    if not answer_text(answer).strip():
-        raise RowProblem(field, excerpt(turns[-1].content), "not be blank")
-    if not turns[-1].learned:
-        found = "weight 0 or train false on it"
-        raise RowProblem(field, found, "end with an answer to learn", "Remove the mark or the row.")
-    return check_prompt(turns[:-1], prompt_field), answer
-
-
-def _pair(
-    chosen: Turns, rejected: Turns, source: Source, prompt_field: str, margin: float
-) -> Sample:
-    """Two dialogs that differ in their last turn, which is the assistant's."""
-    for turns, field in ((chosen, "chosen"), (rejected, "rejected")):
-        if turns[-1].role != "assistant":
-            raise RowProblem(field, f"{turns[-1].role} last", "end with an assistant turn")
-    if chosen[:-1] != rejected[:-1]:
-        pairs = zip(chosen, rejected, strict=False)
-        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), len(rejected))
-        found = f"{len(rejected)} turns of which {shared} are shared with chosen's {len(chosen)}"
-        raise RowProblem("rejected", found, "share all turns but the last with chosen")
-    prompt, preferred = _last_answer(chosen, "chosen", prompt_field)
-    _, beaten = _last_answer(rejected, "rejected", prompt_field)
-    if bare(preferred) == bare(beaten):
-        raise RowProblem("rejected", "the same answer twice", "differ from chosen")
-    return Sample(source, prompt, preferred, beaten, margin=margin)
+    return [*(" + ".join(shape.needs) for shape in SHAPES[:-1]), *comparisons.NEEDS, "prompt"]
 
 
 def _conversation(row: Row, field: str, source: Source) -> Sample:
     """The turns up to the last assistant turn that is to be learned; a prompt if there is none."""
-    turns = _with_system(turns_of(row[field], field), row)
+    turns = with_system(turns_of(row[field], field), row)
     spoken = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
     answers = [i for i in spoken if turns[i].learned]
     if not answers:
         return Sample(source, check_prompt(turns[: spoken[-1]] if spoken else turns, field))
-    prompt, answer = _last_answer(turns[: answers[-1] + 1], field, field)
+    prompt, answer = last_answer(turns[: answers[-1] + 1], field, field)
     return labelled(Sample(source, prompt, answer), row)
 
 

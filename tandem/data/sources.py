@@ -54,7 +54,8 @@ __all__ = [
 
 ROLES = (
     *("prompt", "chosen", "rejected", "completion", "messages", "text", "system", "tools"),
-    *("label", "grade", "margin", "ranking", "answers", "ranks"),
+    *("label", "grade", "margin", "ranking", "answers", "ranks", "scores"),
+    *("answer_a", "answer_b", "preferred"),
 )
 """The roles of a column map."""
 

@@ -1,0 +1,76 @@
+"""Turns put together of a row's columns: prompt and answers, each dialog with its system turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.data.excerpt import excerpt
+from tandem.data.rows import RowProblem
+from tandem.data.turns import Turns, check_prompt, maybe_blank, text_of, turns_of
+from tandem.message import Answer, Message, answer_text, bare
+from tandem.types import Sample, Source
+
+Row = Mapping[str, Any]
+
+
+def with_system(turns: Turns, row: Row) -> Turns:
+    """`turns` with the row's `system` column, if it has one, in front."""
+    system = row.get("system")
+    if system is None or not maybe_blank(system, "system").strip():
+        return turns
+    if any(turn.role == "system" for turn in turns):
+        raise RowProblem(
+            "system", excerpt(system), "not be given together with a system turn in the row"
+        )
+    return (Message("system", system), *turns)
+
+
+def whole_dialog(prompt: Turns, answer: Any, field: str) -> Turns:
+    """The whole dialog of a prompt and its answer column; one message is the answer."""
+    if isinstance(answer, str):
+        return (*prompt, Message("assistant", text_of(answer, field)))
+    turns = turns_of([answer] if isinstance(answer, dict) else answer, field)
+    if turns[0].role == "assistant":
+        return prompt + turns
+    # A dialog may have a system turn that its prompt column lacks.
+    own = tuple(t for t in turns if t.role != "system" or t in prompt)
+    if own[: len(prompt)] == prompt:
+        return turns
+    found = f"another dialog, which begins {excerpt(turns[0].content)}"
+    raise RowProblem(field, found, "continue the prompt, or repeat it")
+
+
+def last_answer(turns: Turns, field: str, prompt_field: str) -> tuple[Turns, Answer]:
+    """(the turns before the answer, the answer): the dialog must end with the assistant.
+
+    `field` and `prompt_field` name the answer's column and the prompt's in errors.
+    """
+    if turns[-1].role != "assistant":
+        raise RowProblem(field, f"{turns[-1].role} last", "end with an assistant turn")
+    answer = turns[-1] if turns[-1].tool_calls else turns[-1].content
+    if not answer_text(answer).strip():
+        raise RowProblem(field, excerpt(turns[-1].content), "not be blank")
+    if not turns[-1].learned:
+        found = "weight 0 or train false on it"
+        raise RowProblem(field, found, "end with an answer to learn", "Remove the mark or the row.")
+    return check_prompt(turns[:-1], prompt_field), answer
+
+
+def pair_of(
+    chosen: Turns, rejected: Turns, source: Source, prompt_field: str, margin: float
+) -> Sample:
+    """Two dialogs that differ in their last turn, which is the assistant's."""
+    for turns, field in ((chosen, "chosen"), (rejected, "rejected")):
+        if turns[-1].role != "assistant":
+            raise RowProblem(field, f"{turns[-1].role} last", "end with an assistant turn")
+    if chosen[:-1] != rejected[:-1]:
+        pairs = zip(chosen, rejected, strict=False)
+        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), len(rejected))
+        found = f"{len(rejected)} turns of which {shared} are shared with chosen's {len(chosen)}"
+        raise RowProblem("rejected", found, "share all turns but the last with chosen")
+    prompt, preferred = last_answer(chosen, "chosen", prompt_field)
+    _, beaten = last_answer(rejected, "rejected", prompt_field)
+    if bare(preferred) == bare(beaten):
+        raise RowProblem("rejected", "the same answer twice", "differ from chosen")
+    return Sample(source, prompt, preferred, beaten, margin=margin)

@@ -1,0 +1,225 @@
+"""Which of two answers a row calls better, in each of the ways that public data sets say it.
+
+A number counts only where it can mean one thing: as the end of a column's name (0 and 1, or 1 and
+2), by its sign where the column is HelpSteer's, or as a score of each answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.data.aliases import says_something
+from tandem.data.excerpt import describe
+from tandem.data.grades import number_of
+from tandem.data.rows import RowProblem
+
+Row = Mapping[str, Any]
+
+TWO_ENDS = (("0", "1"), ("1", "2"), ("a", "b"), ("A", "B"))
+"""How the names of two columns end that hold the two answers."""
+_NAMES = ("preferred", "winner", "better_response_id", "better_answer_id")
+"""Columns that name the better answer."""
+_SIGNED = ("preference_strength", "overall_preference")
+"""HelpSteer's: below 0 the first answer is better, above 0 the second."""
+FLAGS = ("winner_model_a", "winner_model_b", "winner_tie")
+"""Kaggle's: the one that is 1."""
+_SHP = ("human_ref_A", "human_ref_B")
+_TIES = frozenset(
+    ("tie", "tied", "tie (bothbad)", "bothbad", "both_bad", "both bad", "both_good", "both good")
+) | {"both", "neither", "draw", "equal"}
+
+
+@dataclass(frozen=True, slots=True)
+class Two:
+    """Two answers in a row: the keys that the row has them under, and the names that its file
+    calls them by."""
+
+    keys: tuple[str, str]
+    names: tuple[str, str]
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """The number or letter that each name ends in, or ""."""
+        first, second = self.names
+        are_apart = first[:-1].casefold() == second[:-1].casefold()
+        return _end(first, are_apart), _end(second, are_apart)
+
+    def ends_in(self, *ends: str) -> bool:
+        """Whether one name ends in each of two characters."""
+        return sorted(self.ends) == sorted(ends)
+
+
+def _end(name: str, are_apart: bool) -> str:
+    """The last character, unless it is part of a word or a longer number."""
+    last, before = name[-1:], name[-2:-1]
+    if last.isdigit():
+        return "" if before.isdigit() else last
+    return last if are_apart or not before.isalpha() else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """The better answer (0, the first, or 1), or None and why the answers are not compared."""
+
+    better: int | None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way in which a row says which answer is better.
+
+    keys: the row's columns that say it; names: those of its file. named: whether a column map may
+    name its column as `preferred`.
+    """
+
+    keys: tuple[str, ...]
+    names: tuple[str, ...]
+    read: Callable[[Row, Two, Way], Said]
+    named: bool = False
+
+    @property
+    def column(self) -> str:
+        """Its columns as one text."""
+        *names, last = self.names
+        return f"{', '.join(names)} and {last}" if names else last
+
+
+def ways_of(row: Row, two: Two, columns: Mapping[str, str], *, finds: bool) -> list[Way]:
+    """The ways in which the columns of `row` may say which of two answers is better.
+
+    Args:
+        columns: the user's column map. finds: whether columns count that are not called by a role.
+    """
+    if "preferred" in columns or not finds:
+        own = columns.get("preferred", "preferred")
+        reads = by_sign if own in _SIGNED and two.ends_in("1", "2") else by_name
+        return [Way(("preferred",), (own,), reads, named=True)] if "preferred" in row else []
+    if two.names == _SHP:  # its scores are Reddit's, of which the labels are made
+        return [_way(("labels",), by_shp)] if "labels" in row and "history" in row else []
+    found = [_way((name,), by_name, named=True) for name in _NAMES if name in row]
+    if two.ends_in("1", "2"):
+        found += [_way((name,), by_sign, named=True) for name in _SIGNED if name in row]
+    scores = tuple(f"score_{end}" for end in two.ends)
+    if all(name in row for name in scores):
+        found.append(_way(scores, by_scores))
+    if two.ends_in("a", "b") and all(name in row for name in FLAGS[:2]):
+        found.append(_way(tuple(name for name in FLAGS if name in row), by_flags))
+    return found
+
+
+def _way(keys: tuple[str, ...], read: Callable[[Row, Two, Way], Said], named: bool = False) -> Way:
+    return Way(keys, keys, read, named)
+
+
+def saying(row: Row, ways: list[Way]) -> list[Way]:
+    """Those of `ways` whose columns have a value in `row`; all of them if none has."""
+    found = [way for way in ways if any(says_something(row.get(key)) for key in way.keys)]
+    return found or ways
+
+
+def read_verdict(row: Row, two: Two, ways: list[Way]) -> Said:
+    """What the only one of `ways` says.
+
+    Raises:
+        RowProblem: the value cannot be read, or could mean either answer.
+    """
+    columns = ", ".join(way.column for way in ways)
+    if len(ways) > 1:
+        each = "may each say which answer is better, so none does: map one to preferred"
+        return Said(None, f"{columns} {each}")
+    (way,) = ways
+    if not any(says_something(row.get(key)) for key in way.keys):
+        return Said(None, f"two answers and no value in {columns}, not compared: a prompt alone")
+    return way.read(row, two, way)
+
+
+def tied(way: Way) -> Said:
+    """What there is to note of answers that are called equal."""
+    return Said(None, f"a tie by {way.column}, not compared: a prompt alone")
+
+
+def by_name(row: Row, two: Two, way: Way) -> Said:
+    """The answer's column, its letter, its number, or a word for a tie."""
+    value = row[way.keys[0]]
+    number = None if isinstance(value, bool) else number_of(value)
+    numbers = next((ends for ends in TWO_ENDS[:2] if two.ends_in(*ends)), ())
+    if number is not None:
+        end = f"{number:g}"
+        if end in numbers:
+            return Said(two.ends.index(end))
+    elif isinstance(value, str):
+        word = value.strip().casefold()
+        if word in _TIES:
+            return tied(way)
+        named = _words(two)
+        if word in named:
+            return Said(named[word])
+    letters = _words(two)
+    either = [f"{end} ({two.names[two.ends.index(end)]})" for end in numbers]
+    either += [f"{letter} ({two.names[letters[letter]]})" for letter in ("a", "b")]
+    advice = ""
+    if number is not None:
+        advice = "Other numbers could mean either answer: write a, b or tie in their place."
+    expected = f"name the better answer: {', '.join(either)}, the column's name, or tie"
+    raise RowProblem(way.names[0], describe(value), expected, advice)
+
+
+def _words(two: Two) -> dict[str, int]:
+    """What the words for an answer mean. The letters are those of the columns, if these have them;
+    else the first and the second."""
+    ends = [end.casefold() for end in two.ends]
+    letters = ends if sorted(ends) == ["a", "b"] else ["a", "b"]
+    words = {letter: place for place, letter in enumerate(letters)}
+    words |= {f"model_{letter}": place for letter, place in words.items()}
+    return words | {name.casefold(): place for place, name in enumerate(two.names)}
+
+
+def by_sign(row: Row, two: Two, way: Way) -> Said:
+    """HelpSteer's -3 to 3."""
+    value = row[way.keys[0]]
+    number = None if isinstance(value, bool) else number_of(value)
+    first, second = (two.names[two.ends.index(end)] for end in ("1", "2"))
+    if number is None:
+        expected = f"be a number, below 0 where {first} is better, above 0 where {second} is"
+        raise RowProblem(way.names[0], describe(value), expected)
+    return Said(two.ends.index("1" if number < 0 else "2")) if number else tied(way)
+
+
+def by_scores(row: Row, two: Two, way: Way) -> Said:
+    """A score of each answer, more is better."""
+    scores = [number_of(row[key]) for key in way.keys]
+    if scores[0] is None or scores[1] is None:
+        return Said(None, f"{way.column} are not both numbers, not compared: a prompt alone")
+    return tied(way) if scores[0] == scores[1] else Said(int(scores[1] > scores[0]))
+
+
+def by_flags(row: Row, two: Two, way: Way) -> Said:
+    """A column for each outcome, of which one is 1."""
+    flags = [number_of(row[key]) for key in way.keys]
+    if flags.count(1) != 1 or flags.count(0) != len(flags) - 1:
+        found = ", ".join(describe(row[key]) for key in way.keys)
+        raise RowProblem(way.names[0], found, f"be 1 in one of {', '.join(way.names)}, 0 elsewhere")
+    outcome = way.keys[flags.index(1.0)]
+    return tied(way) if outcome == FLAGS[2] else Said(two.ends.index(outcome[-1]))
+
+
+def by_shp(row: Row, two: Two, way: Way) -> Said:
+    """SHP's labels: 1, the first is better; 0, the second."""
+    number = number_of(row["labels"])
+    if number not in (0, 1):
+        expected = f"be 1 ({two.names[0]} is better) or 0 ({two.names[1]} is)"
+        raise RowProblem("labels", describe(row["labels"]), expected)
+    return Said(1 - int(number))
+
+
+def by_place(row: Row, two: Two, way: Way) -> Said:
+    """The place of the better answer in their list, from 0."""
+    value = row[way.keys[0]]
+    number = None if isinstance(value, bool) else number_of(value)
+    if number not in (0, 1):
+        expected = f"be the place of the better one of {two.names[0]}, 0 or 1"
+        raise RowProblem(way.names[0], describe(value), expected)
+    return Said(int(number))
