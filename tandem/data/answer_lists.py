@@ -85,7 +85,8 @@ def find_list(row: Row, columns: Mapping[str, str], *, finds: bool) -> Listed | 
     if key is None or not (beside or inside):
         return None
     if len(beside) + len(inside) > 1:
-        numbers = ", ".join([*beside, *(f"{name}.{n}" for n in inside)])
+        own = columns.get(name, name)
+        numbers = ", ".join([*beside, *(f"{own}.{n}" for n in inside)])
         return f"{numbers} may each score the answers, so none does: map one to scores"
     return Listed(name, beside[0], key) if beside else Listed(name, name, key, inside[0])
 

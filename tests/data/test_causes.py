@@ -57,6 +57,50 @@ def test_prompts_alone_name_their_columns_and_a_map(
     assert why_none(Ledger.from_json(ledger.to_json()), share) == why_none(ledger, share)
 
 
+@pytest.mark.parametrize(
+    ("row", "share", "said"),
+    [
+        (
+            {"instruction": "a", "completions": [{"response": "b"}, {"response": "c"}]},
+            "pairs",
+            "Map the list of the answers' scores, as in a.jsonl::scores=COLUMN",
+        ),
+        (
+            {"prompt": "a", "tags": ["x"], "responses": ["b", "c"], "my_ratings": [1, 2]},
+            "texts",
+            "Map the list of the answers' scores, as in a.jsonl::scores=my_ratings",
+        ),
+        (
+            {"question": "a", "model_answers": ["b", "c"], "level": "easy"},
+            "pairs",
+            "as in a.jsonl::prompt=question,answers=model_answers,scores=COLUMN",
+        ),
+        (
+            {"prompt": "a", "tags": ["x"], "reply": "b"},
+            "texts",
+            "Map the answer's column, as in a.jsonl::completion=reply",
+        ),
+        (
+            {"prompt": "a", "tags": ["x"], "reply": "b"},
+            "pairs",
+            "Map the answer's column, as in a.jsonl::chosen=reply,rejected=COLUMN",
+        ),
+        (
+            {"instruction": "a", "input": "b", "response1": "c", "response2": "d", "my_choice": 1},
+            "pairs",
+            "Map the column that says which answer is better, as in a.jsonl::preferred=my_choice",
+        ),
+    ],
+)
+def test_the_map_of_several_answers_names_no_list_as_an_answer(
+    row: dict[str, Any], share: Share, said: str, tmp_path: Path
+) -> None:
+    ledger = ledger_of(tmp_path / "a.jsonl", [row])
+    (told,) = why_none(ledger, share)
+    assert told.replace(f"{tmp_path}/", "").endswith(said)
+    assert why_none(Ledger.from_json(ledger.to_json()), share) == [told]
+
+
 def test_rows_that_are_all_bad_name_the_commonest_cause(tmp_path: Path) -> None:
     rows = [{"chosen": "a", "rejected": "b"}, {"foo": 1}, {"foo": 1}]
     for share in ("texts", "prompts"):
@@ -79,5 +123,7 @@ def test_other_data_sets_are_not_blamed(tmp_path: Path) -> None:
 def test_a_ledger_of_an_earlier_version_has_no_unread_columns(tmp_path: Path) -> None:
     ledger = ledger_of(tmp_path / "a.jsonl", [{"prompt": "a", "reply": "b"}])
     value = json.loads(ledger.to_json())
-    del value["datasets"][0]["unread"]
-    assert not Ledger.from_json(json.dumps(value)).datasets["a"].unread
+    del value["datasets"][0]["unread"], value["datasets"][0]["lists"]
+    account = Ledger.from_json(json.dumps(value)).datasets["a"]
+    assert not account.unread
+    assert not account.lists

@@ -91,6 +91,30 @@ def test_labels_and_rankings_are_counted_and_labels_used_where_a_stage_reads_the
     assert "no rejected answer" in of_pairs
 
 
+def test_what_compares_answers_is_shown_as_a_column_map_with_what_is_left(tmp_path: Path) -> None:
+    votes = [
+        {"question": f"Q{i}?", "answer_0": "a", "answer_1": "b", "score_0": i % 4, "score_1": 0}
+        for i in range(20)
+    ]
+    rated = [{"response": text, "overall_score": size} for size, text in enumerate("xyz")]
+    rated.append({"response": "none", "overall_score": "N/A"})
+    lists = [{"instruction": f"R{i}?", "completions": rated} for i in range(3)]
+    data = [write(tmp_path / "a.jsonl", votes), write(tmp_path / "b.jsonl", lists)]
+    code, text = run(data, stages=["reward"])
+    assert code == 0
+    assert (
+        "a was read as: prompt with prompt=question (5), two answers with prompt=question,"
+        "answer_a=answer_0,answer_b=answer_1 by score_0 and score_1 (15)"
+    ) in text
+    assert "note: a tie by score_0 and score_1, not compared: a prompt alone" in text
+    assert (
+        "b was read as: scored answers with prompt=instruction,answers=completions.response,"
+        "scores=completions.overall_score (3)"
+    ) in text
+    assert "note: with an answer whose score is no number, left out of the ranking" in text
+    assert "Rankings: 3 of 3 answers." in text
+
+
 def test_shared_prompts_are_shown(tmp_path: Path) -> None:
     a = write(tmp_path / "a.jsonl", ROWS)
     b = write(tmp_path / "b.jsonl", [{"prompt": " question  3? "}, {"prompt": "New?"}])

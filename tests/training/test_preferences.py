@@ -74,16 +74,20 @@ def labelled(tmp_path: Path, preferences: str) -> str:
 
 @pytest.fixture
 def ranked(tmp_path: Path, preferences: str) -> str:
-    """Rankings of three answers and pairs with a margin, in turn."""
+    """Rankings of three answers, by ranks or by scores, and pairs with a margin, in turn."""
     lines = []
     for i, line in enumerate(Path(preferences).read_text(encoding="utf-8").splitlines()):
         given = json.loads(line)
         best, worst = given["chosen"], given["rejected"]
-        lines.append(
-            {"prompt": given["prompt"], "answers": [worst, best, "No."], "ranks": [2, 1, 2]}
-            if i % 2
-            else {"prompt": given["prompt"], "chosen": best, "rejected": worst, "margin": 0.5}
+        scored = [{"response": text, "overall_score": score} for text, score in
+                  ((worst, "1.5"), (best, 4), ("No.", 1.5), ("Unrated.", None))]  # fmt: skip
+        kinds = (
+            {"chosen": best, "rejected": worst, "margin": 0.5},
+            {"answers": [worst, best, "No."], "ranks": [2, 1, 2]},
+            {"chosen": best, "rejected": worst, "margin": 0.5},
+            {"completions": scored},
         )
+        lines.append({"prompt": given["prompt"], **kinds[i % 4]})
     path = tmp_path / "ranked.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return str(path)
