@@ -13,8 +13,8 @@ from tandem.text import counted, visible
 _SHOWN = 5
 _GOOD, _BAD = ("chosen", "preferred", "accepted", "good"), ("reject", "bad")
 _ANSWERS = ("response", "answer", "output", "completion", "generation", "solution", "target")
-_SCORES = ("score", "rating", "reward", "grade")
-_VERDICTS = ("prefer", "better", "winner", "verdict", "choice", "label")
+_SCORES = ("score", "rating", "grade")
+_VERDICTS = ("annotat", "prefer", "better", "winner", "verdict", "choice", "label")
 
 
 def why_none(ledger: Ledger, share: Share) -> list[str]:

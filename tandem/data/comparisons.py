@@ -73,7 +73,10 @@ def read_compared(
             message of a tree.
     """
     if shape in _BOTH:
-        if not (_is_texts(row["chosen"]) or _is_texts(row.get("rejected"))):
+        chosen, rejected = row["chosen"], row.get("rejected")
+        if isinstance(chosen, str) and isinstance(rejected, str):  # of nearly all pairs
+            return None
+        if not (_is_texts(chosen) or _is_texts(rejected)):
             return None
         return _lists_of_both(_Reading(row, columns))
     if shape == "text":

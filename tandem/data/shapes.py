@@ -63,8 +63,10 @@ class Shape:
 
     def fits(self, row: Row, mapped: Mapping[str, str]) -> bool:
         """Whether `row` has the needed columns and the shape reads every mapped role."""
-        reads = self.needs + self.may
-        return all(row.get(c) is not None for c in self.needs) and all(r in reads for r in mapped)
+        for name in self.needs:  # of every row, for most shapes: a loop is fastest
+            if row.get(name) is None:
+                return False
+        return not mapped or all(role in self.needs + self.may for role in mapped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +104,9 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
     renamed |= {role: row[column] for role, column in columns.items()}
     renamed = with_lists(renamed)
     shape = _shape_of(renamed, columns)
-    found = {} if columns else find_aliases(renamed, shape.name if shape else "")
-    several = read_compared(renamed, columns, shape.name if shape else "", found)
+    known = shape.name if shape is not None else ""
+    found = {} if columns else find_aliases(renamed, known)
+    several = read_compared(renamed, columns, known, found)
     if several is not None:
         renamed, columns, found = several.row, several.columns, dict(several.prompt)
     marks = find_marks(renamed)
@@ -119,14 +122,13 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
     # A column that nobody mapped may be called so and mean something else.
     if "label" in columns or ("label" in shape.may and is_verdict(renamed.get("label"))):
         renamed["label"] = verdict(renamed["label"])
-    own = found | marks | (several.own if several is not None else {})
-    noted = several.notes if several is not None else ()
+    own = several.own if several is not None else {}
     try:
         sample = shape.read(renamed, source)
     except RowProblem as problem:
-        raise _in_terms_of_the_row(problem, own) from None
+        raise _in_terms_of_the_row(problem, found | marks | own) from None
     graded = read_grade(renamed if "grade" in shape.may else {}, sample, columns)
-    where = {**own, **columns}
+    where = {**found, **marks, **columns, **own}
     read = joined | {where.get(role, role) for role in shape.needs + shape.may}
     listing = where.get("tools", "tools")
     read -= {"answer", "margin", listing, where.get("grade", "grade")}
@@ -143,16 +145,20 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
     notes = column_notes(left) if shape.read is not plain_text else ()
     if graded.grade is not None and graded.column != "grade":
         found |= {"grade": graded.column}
-    alone = shape.read is prompt_only and not (several is not None and several.used)
-    unread = tuple(n for n, value in left.items() if says_something(value)) if alone else ()
+    noted = (*_notes(renamed, shape, sample), *filter(None, [graded.note, no_tools]), *notes)
+    if several is not None:
+        noted = (*several.notes, *noted)
+    unread: tuple[str, ...] = ()
+    if shape.read is prompt_only and not (several is not None and several.used):
+        unread = tuple(name for name, value in left.items() if says_something(value))
     return Shaped(
         sample,
-        several.shape if several is not None else named(shape.name, found),
-        (*noted, *_notes(renamed, shape, sample), *filter(None, [graded.note, no_tools]), *notes),
+        named(shape.name, found) if several is None else several.shape,
+        noted,
         where.get("label", "label") if sample.label is not None else "",
         where.get(graded.column, graded.column),
         unread,
-        tuple(name for name in unread if _holds_no_answer(extra[name])),
+        tuple(name for name in unread if _holds_no_answer(extra[name])) if unread else (),
     )
 
 

@@ -163,7 +163,7 @@ def by_name(row: Row, two: Two, way: Way) -> Said:
     advice = ""
     if number is not None:
         advice = "Other numbers could mean either answer: write a, b or tie in their place."
-    expected = f"name the better answer: {', '.join(either)}, the column's name, or tie"
+    expected = f"name the better answer: {', '.join(either)}, its column's name, or tie"
     raise RowProblem(way.names[0], describe(value), expected, advice)
 
 

@@ -496,7 +496,7 @@ def test_a_verdict_that_could_mean_either_answer_is_a_bad_row(
     row = {"prompt": "2+2?", names[0]: "first", names[1]: "second", "best": value}
     told = problem(row, answer_a=names[0], answer_b=names[1], preferred="best")
     assert told.startswith("best must name the better answer: ")
-    assert f"a ({names[0]}), b ({names[1]}), the column's name, or tie; found " in told
+    assert f"a ({names[0]}), b ({names[1]}), its column's name, or tie; found " in told
     is_number = str(value).lstrip("-").isdigit() and value is not True
     assert ("Other numbers could mean either answer: write a, b or tie" in told) == is_number
 
@@ -652,7 +652,7 @@ def test_rows_of_plain_shapes_are_read_as_before(row: Row, shape: str, chosen: s
         (
             {**ARENA, "winner": "koala-13b"},
             (
-                "winner must name the better answer: a (conversation_a), b (conversation_b), the "
+                "winner must name the better answer: a (conversation_a), b (conversation_b), its "
                 "column's name, or tie; found 'koala-13b'"
             ),
         ),
@@ -677,7 +677,7 @@ def test_rows_of_plain_shapes_are_read_as_before(row: Row, shape: str, chosen: s
         ),
         (
             {**KAGGLE, "response_b": '["5", "6"]'},
-            "response_b must be a JSON list of 1 answers, one for each turn of prompt; found a list",
+            "response_b must be a JSON list of 1 answers, one for each turn of prompt; found a l",
         ),
         (
             {**KAGGLE, "response_b": "[null]"},
