@@ -18,7 +18,17 @@ from tandem.data.turns import (
     transcript_turns,
     turns_of,
 )
-from tandem.data.verdicts import FLAGS, TWO_ENDS, Two, Way, by_place, read_verdict, saying, ways_of
+from tandem.data.verdicts import (
+    FLAGS,
+    TWO_ENDS,
+    Said,
+    Two,
+    Way,
+    by_place,
+    read_verdict,
+    saying,
+    ways_of,
+)
 
 Row = Mapping[str, Any]
 
@@ -70,14 +80,6 @@ class Pair:
         return "" if "preferred" in self.shown else f" by {self.ways[0].column}"
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The better answer (0 or 1), or None and why the two are not compared."""
-
-    better: int | None
-    note: str = ""
-
-
 def pair_of_names(names: Iterable[str]) -> tuple[str, str] | None:
     """The two of `names` that are called like two answers; None if there are others like them."""
     ends: dict[str, list[str]] = {}
@@ -102,10 +104,8 @@ def find_pair(row: Row, columns: Mapping[str, str], *, finds: bool) -> Pair | No
     if finds and all(row.get(name) is not None for name in SUMMARIES[:2]) and "choice" in row:
         return _summaries(row)
     given = [name for name, value in row.items() if value is not None]
-    keys = pair_of_names(given) if finds else None
-    if keys is None and {"answer_a", "answer_b"} <= set(given):
-        keys = ("answer_a", "answer_b")
-    if keys is None:
+    keys = pair_of_names(given) if finds else ("answer_a", "answer_b")
+    if keys is None or not set(keys) <= set(given):
         return None
     two = Two(keys, (columns.get(keys[0], keys[0]), columns.get(keys[1], keys[1])))
     ways = saying(row, ways_of(row, two, columns, finds=finds))
@@ -113,9 +113,9 @@ def find_pair(row: Row, columns: Mapping[str, str], *, finds: bool) -> Pair | No
         return None
     values = row[keys[0]], row[keys[1]]
     is_kaggles = finds and keys == _KAGGLE[1:] and all(name in row for name in FLAGS[:2])
-    if is_kaggles and (dialogs := _kaggle(row)):
-        first, second = map(turns_of, dialogs, keys)
-        return Pair(two, dialogs, ways, (first, second), used=_KAGGLE[:1])
+    if is_kaggles and (both := _kaggle(row)):
+        first, second = map(turns_of, both, keys)
+        return Pair(two, both, ways, (first, second), used=_KAGGLE[:1])
     are_dialogs = keys[0].startswith(_DIALOG)
     read = [
         listed(value, name, may_be_text=not are_dialogs)
@@ -125,7 +125,8 @@ def find_pair(row: Row, columns: Mapping[str, str], *, finds: bool) -> Pair | No
         values = read[0], read[1]
     if not all(isinstance(value, str) or first_role(value) for value in values):
         return None
-    return Pair(two, values, ways, _dialogs(row, two, values, are_dialogs=are_dialogs))
+    dialogs = _dialogs(row, two, values, are_dialogs=are_dialogs)
+    return None if are_dialogs and dialogs is None else Pair(two, values, ways, dialogs)
 
 
 def _dialogs(
@@ -143,7 +144,7 @@ def _dialogs(
     return first, second
 
 
-def compare(row: Row, pair: Pair) -> Outcome:
+def compare(row: Row, pair: Pair) -> Said:
     """Which of two answers is better. A tie is none, and two that are the same or that do not
     answer the same turns are not compared.
 
@@ -152,13 +153,13 @@ def compare(row: Row, pair: Pair) -> Outcome:
     """
     said = read_verdict(row, pair.two, pair.ways)
     if said.better is None:
-        return Outcome(None, said.note)
+        return said
     if pair.dialogs is not None and pair.dialogs[0][:-1] != pair.dialogs[1][:-1]:
-        return Outcome(None, _APART.format(*pair.two.names))
+        return Said(None, _APART.format(*pair.two.names))
     texts = {_last_text(v, name) for v, name in zip(pair.values, pair.two.names, strict=True)}
     if len(texts) == 1:
-        return Outcome(None, _SAME.format(*pair.two.names))
-    return Outcome(said.better)
+        return Said(None, _SAME.format(*pair.two.names))
+    return said
 
 
 def shared_prompt(pair: Pair) -> Turns:

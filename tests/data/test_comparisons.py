@@ -554,6 +554,8 @@ def test_a_map_of_answers_and_scores() -> None:
         {"prompt": "2+2?", "response_a": "4", "response_b": "5"},  # nothing says which is better
         {"prompt": "2+2?", "response_1": "4", "response_2": "5", "response_3": "6", "winner": 1},
         {"prompt": "2+2?", "response_1": "4", "response_2": None, "winner": 1},
+        {"prompt": "2+2?", "answer_a": "4", "answer_b": "5", "answer_c": "6", "preferred": "a"},
+        {"prompt": "2+2?", "conversation_a": "4", "conversation_b": "5", "winner": "model_a"},
         {"prompt": "2+2?", "response_a": "4", "response_b": "5", "preference_strength": -1},
         {"prompt": "2+2?", "answer_1": 4, "answer_2": 5, "winner": 1},
         {"prompt": "2+2?", "human_ref_A": "4", "human_ref_B": "5", "labels": 1},  # no history
