@@ -42,7 +42,7 @@ def generation_flops(engine: RLHFEngine, rollout: Rollout) -> float:
     flops = sequence_flops(actor, (lengths - 1).tolist(), batch.num_response_tokens)
     if engine.settings.hybrid_engine and decodes(actor):
         samples = engine.settings.sampling.samples_per_prompt
-        prompts = (lengths - batch.response_mask.sum(dim=1)).tolist()
+        prompts = batch.response_mask.int().argmax(dim=1).tolist()  # up to the first answer
         again = [length for i, length in enumerate(prompts) if i % samples]
         flops -= sequence_flops(actor, again, len(again))
     return flops
