@@ -19,8 +19,8 @@ def conversation_tokens(config: RunConfig) -> int:
 
 def sampled_tokens(config: RunConfig) -> int:
     """Most tokens that the policy samples for one row of a rollout."""
-    rl = rl_section(config)
-    return config.sampling.max_new_tokens * (rl.max_turns if rl.environment else 1)
+    rl, answer = rl_section(config), config.sampling.max_new_tokens
+    return min(answer * rl.max_turns, conversation_tokens(config)) if rl.environment else answer
 
 
 def answer_tokens(config: RunConfig, prompt: int, positions: int | None = None) -> int:

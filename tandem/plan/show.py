@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tandem.config.schema import rl_section
 from tandem.memory.ways import size_text
 from tandem.plan.layouts import Laid, failures
 from tandem.predict.constants import constants
@@ -143,7 +144,10 @@ def plan_notes(laid: Laid, rows: Sequence[str]) -> list[str]:
     if hardware.price is not None:
         notes.append(f"price: ${hardware.price:g} per hour and device ({hardware.priced})")
     known = constants(hardware.kind, hardware.name)
-    notes.append(f"times: {known.fitted_on}; answers as long as sampling.max_new_tokens")
+    lengths = "answers as long as sampling.max_new_tokens"
+    if rl_section(laid.config).environment:
+        lengths = "conversations as long as they may be"
+    notes.append(f"times: {known.fitted_on}; {lengths}")
     return notes
 
 

@@ -39,12 +39,13 @@ class Device:
 class Models:
     """The models of a stage: the policy's shape and the reward model's (of the critic too); the
     policy's model type; the shape of a reference that is another model (None: the policy as it
-    begins)."""
+    begins); the policy's positions, if they are limited."""
 
     policy: Shape
     value: Shape
     kind: str = ""
     reference: Shape | None = None
+    positions: int | None = None
 
     @staticmethod
     def of(policy: Config, value: Config, reference: Config | None = None) -> Models:
@@ -58,6 +59,7 @@ class Models:
             shape_for(value, scalar=True),
             str(policy.get("model_type", "")),
             None if reference is None else shape_for(reference),
+            policy.get("max_position_embeddings") or policy.get("n_positions"),
         )
 
 

@@ -134,7 +134,7 @@ def predict_stage(
     """What a stage will need on `ranks` devices."""
     dtype = compute_dtype(config, hardware)
     half = dtype != "fp32"
-    work = work_of(config, stage, ranks, rows)
+    work = work_of(config, stage, ranks, rows, models.positions)
     device = Device(on_cpu=hardware.on_cpu, half=half, packs=hardware.packs, memory=hardware.memory)
     memory = stage_memory(config, stage, models, work, device, ranks)
     layout = partial(layout_of, engine_settings(config), ranks, on_cpu=hardware.on_cpu, half=half)

@@ -57,11 +57,18 @@ class Work:
         return self.tokens / max(1.0, self.sequences)
 
 
-def work_of(config: RunConfig, stage: Stage, ranks: int, rows: Rows) -> Work:
-    """A step's work, from the knobs and the data."""
+def work_of(
+    config: RunConfig, stage: Stage, ranks: int, rows: Rows, positions: int | None = None
+) -> Work:
+    """A step's work, from the knobs and the data.
+
+    Args:
+        positions: of the policy, which limit its conversations; None: without limit, or not known.
+    """
     section: Any = getattr(config, stage.section)
     if stage.family == "rl":
-        return _rl_work(config, section, ranks, rows)
+        new = answer_tokens(config, rows.longest, positions)
+        return _rl_work(config, section, ranks, rows, new)
     batch = min(section.batch_size, rows.count) if rows.count else section.batch_size
     share = -(-batch // ranks)
     whole = max(1, round(rows.sequences * rows.longest))
@@ -91,8 +98,9 @@ def work_of(config: RunConfig, stage: Stage, ranks: int, rows: Rows) -> Work:
     )
 
 
-def _rl_work(config: RunConfig, rl: RLConfig, ranks: int, rows: Rows) -> Work:
-    new, samples = answer_tokens(config, rows.longest), config.sampling.samples_per_prompt
+def _rl_work(config: RunConfig, rl: RLConfig, ranks: int, rows: Rows, new: int) -> Work:
+    """`new`: most tokens that follow a prompt."""
+    samples = config.sampling.samples_per_prompt
     answers = rl.prompts_per_step * samples
     mine = -(-answers // ranks)
     share = -(-min(minibatch_size(config), answers) // ranks)

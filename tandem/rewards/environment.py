@@ -12,6 +12,8 @@ whichever process they are made.
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,12 +25,15 @@ from tandem.processor import num_cores
 from tandem.rewards.binding import parameters_of
 from tandem.rewards.calling import Call, Outcome
 from tandem.rewards.columns import columns_of
+from tandem.rewards.feed import Feed
 from tandem.rewards.hearing import NAMED, EnvironmentCall, EnvironmentFunction
 from tandem.rewards.pool import PoolLimits, WorkerPool, cannot_fork
+from tandem.rewards.seeding import seeded
 from tandem.text import visible
 
 _MOST_WORKERS = 16
 _LINES_PRINTED = 3
+_LOOK_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +79,11 @@ class Environment:
         self._function, self._call = found, EnvironmentCall(found)
         self._columns = sorted(set(columns))
         self._printed: list[str] = []
-        is_here = getattr(found, "in_process", False)
+        self._why = ""
         self._pool = None
-        if not (is_here or (not isinstance(function, str) and cannot_fork())):
+        if not isinstance(function, str) and (why := cannot_fork()):
+            self._why = f" ({why})"
+        if not self._why and not getattr(found, "in_process", False):
             limits = PoolLimits(
                 seconds=self.config.deadline_seconds,
                 workers=self.config.workers or min(_MOST_WORKERS, num_cores()),
@@ -85,10 +92,11 @@ class Environment:
             target = function if isinstance(function, str) else self._call
             self._pool = WorkerPool(target, limits, self._printed.append, what="environment")
 
-    @property
-    def waits_in_thread(self) -> bool:
-        """Whether it answers in processes of its own, so that a thread can wait for it."""
-        return self._pool is not None
+    def describe(self) -> str:
+        """Its name, and where it runs if that is not as usual."""
+        if self._pool is not None:
+            return self.label
+        return f"{self.label}, in the training process, without deadline and limits{self._why}"
 
     def problem(self, columns: Iterable[str]) -> str:
         """What keeps the function from being called with these columns, or ""."""
@@ -109,29 +117,40 @@ class Environment:
 
     def replies(self, said: Sequence[Said]) -> list[Outcome]:
         """What each of these conversations hears."""
-        rows = [one.row for one in said]
-        columns = columns_of(rows, self.config.answer_column, self._columns)
-        answers = [one.messages[-1]["content"] for one in said]
-        call = Call(
-            [""] * len(said), answers, {**columns, "messages": [one.messages for one in said]}
-        )
+        calls = [self._call_of(one) for one in said]
         if self._pool is None:
-            return self._call.outcomes(call)
-        return [outcome for found in self._pool.run(call.each()) for outcome in found]
+            return [self._here(call) for call in calls]
+        return [outcome for found in self._pool.run(calls) for outcome in found]
+
+    def _call_of(self, said: Said) -> Call:
+        columns = columns_of([said.row], self.config.answer_column, self._columns)
+        answer = said.messages[-1]["content"]
+        return Call([""], [answer], {**columns, "messages": [said.messages]})
+
+    def _here(self, call: Call) -> Outcome:
+        with seeded(call.completions):
+            return self._call.outcomes(call)[0]
 
     def close(self) -> None:
         """End the worker processes; they start again when they are needed."""
         if self._pool is not None:
             self._pool.close()
 
-    def told(self, failures: Sequence[tuple[str, Outcome]], num_asked: int) -> list[str]:
-        """Lines on what it printed and failed on since the last time.
-
-        Args:
-            failures: where each row came from that it failed on, and how. num_asked: of so many.
-        """
+    def printed(self) -> list[str]:
+        """The lines that it has printed since the last time, a little of each call's."""
         lines = [line for text in self._printed for line in text.splitlines() if line.strip()]
         self._printed.clear()
+        return lines
+
+    def told(
+        self, lines: Sequence[str], failures: Sequence[tuple[str, Outcome]], num_asked: int
+    ) -> list[str]:
+        """What to tell the user of a rollout.
+
+        Args:
+            lines: that it printed. failures: where each row came from that it failed on, and how.
+            num_asked: answers that it was asked about.
+        """
         told = [f"environment {self.label} printed: {visible(line)[:200]}"
                 for line in lines[:_LINES_PRINTED]]  # fmt: skip
         if len(lines) > _LINES_PRINTED:
@@ -147,6 +166,78 @@ class Environment:
                 f"({reasons}), where their conversations end; the first: {source}: {first.message}"
             )
         return told
+
+
+class Replies:
+    """What an environment says to one answer after another, as it comes. A context manager; leaving
+    it ends what still answers."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._feed: Feed | None = None
+        self._thread: threading.Thread | None = None
+        self._came: queue.SimpleQueue[tuple[int, Outcome] | BaseException] = queue.SimpleQueue()
+        self._num_asked = self._num_awaited = 0
+
+    def __enter__(self) -> Replies:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._feed is None or self._thread is None:
+            return
+        self._feed.close()
+        if error is not None:
+            self._environment.close()  # else Ctrl-C would wait for deadlines
+        self._thread.join()
+        self._feed.end()
+
+    def ask(self, said: Said) -> int:
+        """Ask about an answer; the number that `came` names it by."""
+        environment, number = self._environment, self._num_asked
+        call = environment._call_of(said)
+        self._num_asked += 1
+        self._num_awaited += 1
+        if environment._pool is None:
+            self._came.put((number, environment._here(call)))
+            return number
+        if self._feed is None:
+            self._feed = Feed()
+            self._thread = threading.Thread(
+                target=self._serve, args=(environment._pool, self._feed), name="environment"
+            )
+            self._thread.start()
+        return self._feed.put(call)
+
+    def came(self, *, wait: bool) -> list[tuple[int, Outcome]]:
+        """What it has said since the last time, by the numbers of what it was asked.
+
+        Args:
+            wait: for something, if anything is still to come.
+        Raises:
+            ConfigError: its processes cannot import the function.
+        """
+        found: list[tuple[int, Outcome]] = []
+        while self._num_awaited:
+            try:
+                if found or not wait:
+                    item = self._came.get_nowait()
+                else:  # a wait without end would miss a Ctrl-C that comes just before it begins
+                    item = self._came.get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                if found or not wait:
+                    break
+                continue
+            if isinstance(item, BaseException):
+                raise item
+            self._num_awaited -= 1
+            found.append(item)
+        return found
+
+    def _serve(self, pool: WorkerPool, feed: Feed) -> None:
+        try:
+            pool.serve(feed, lambda number, outcomes: self._came.put((number, outcomes[0])))
+        except BaseException as error:  # is raised where what came is asked for
+            self._came.put(error)
 
 
 def _name(function: EnvironmentFunction) -> str:

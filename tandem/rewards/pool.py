@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from typing import Any
 
 from tandem.errors import ConfigError
 from tandem.rewards.calling import Call, Judge, Outcome, Reason, RewardFunction, failed
+from tandem.rewards.feed import Feed
 from tandem.rewards.worker import MOST_PROCESSES, What, fork_host, receive, send
 from tandem.stopping import holding_back
 
@@ -53,6 +53,7 @@ class _Busy:
     pid: int
     number: int = -1
     due: float = 0.0
+    call: Call = field(default_factory=lambda: Call([], [], {}))
 
 
 @dataclass(slots=True)
@@ -139,42 +140,56 @@ class WorkerPool:
             ConfigError: the workers cannot import the function.
             RuntimeError: the pool was closed meanwhile.
         """
-        self._is_stopped = False
         found: list[list[Outcome]] = [[] for _ in calls]
-        waiting = deque(range(len(calls)))
+        self.serve(Feed(calls), found.__setitem__)
+        return found
+
+    def serve(self, feed: Feed, done: Callable[[int, list[Outcome]], object]) -> None:
+        """Make the calls of a feed until it is over, each as soon as a worker is free.
+
+        Args:
+            done: gets each one's number and outcomes when it comes back.
+        Raises:
+            ConfigError, RuntimeError: as `run`.
+        """
+        self._is_stopped = False
         busy: dict[int, _Busy] = {}  # by descriptor
         try:
             self._watch(on=True)
             with selectors.DefaultSelector() as selector:
-                while waiting or busy:
-                    while waiting and len(busy) < self.limits.workers:
-                        number = waiting.popleft()
-                        worker = self._given(calls[number])
+                if feed.bell is not None:
+                    selector.register(feed.bell, selectors.EVENT_READ)
+                while busy or not feed.is_over():
+                    while len(busy) < self.limits.workers and (item := feed.take()) is not None:
+                        number, call = item
+                        worker = self._given(call)
                         if worker is None:
-                            found[number] = failed(len(calls[number]), "died", "its worker died")
+                            done(number, failed(len(call), "died", "its worker died"))
                             continue
-                        worker.number = number
-                        worker.due = time.monotonic() + self._seconds(calls[number])
+                        worker.number, worker.call = number, call
+                        worker.due = time.monotonic() + self._seconds(call)
                         busy[worker.connection.fileno()] = worker
                         selector.register(worker.connection, selectors.EVENT_READ)
-                    if not busy:
+                    if not busy and (feed.bell is None or feed.is_over()):
                         continue
-                    first = min(worker.due for worker in busy.values())
-                    ready = selector.select(max(0.0, first - time.monotonic()))
-                    done = {key.fd for key, _ in ready}
+                    first = min((worker.due for worker in busy.values()), default=None)
+                    patience = None if first is None else max(0.0, first - time.monotonic())
+                    ready = {key.fd for key, _ in selector.select(patience)}
+                    if feed.bell is not None and feed.bell.fileno() in ready:
+                        feed.heard()
+                        ready.discard(feed.bell.fileno())
                     now = time.monotonic()
-                    done |= {fd for fd, worker in busy.items() if worker.due <= now}
-                    for descriptor in sorted(done):
+                    ready |= {fd for fd, worker in busy.items() if worker.due <= now}
+                    for descriptor in sorted(ready):
                         selector.unregister(busy[descriptor].connection)
                         worker = busy.pop(descriptor)
-                        found[worker.number] = self._answer(worker, calls[worker.number])
+                        done(worker.number, self._answer(worker, worker.call))
             self._watch(on=False)
         except BaseException:
             for worker in busy.values():
                 worker.connection.close()
             self._end()  # a signal came: nothing goes on in the background
             raise
-        return found
 
     def _seconds(self, call: Call) -> float:
         return self.limits.seconds * max(1, len(call))

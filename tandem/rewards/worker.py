@@ -18,19 +18,18 @@ import io
 import json
 import os
 import pickle
-import random
 import select
 import signal
 import socket
 import struct
 import sys
-import zlib
 from contextlib import suppress
 from typing import Any, Literal
 
 from tandem.process import die_with_parent, fork
 from tandem.rewards import limits
 from tandem.rewards.calling import Call, Judge, Outcome, RewardFunction, outcomes_of
+from tandem.rewards.seeding import seed_by
 from tandem.stopping import let_through
 
 What = Literal["reward function", "environment"]
@@ -255,7 +254,7 @@ class _Worker:
             os.dup2(nowhere, descriptor)
         while (content := receive(self._connection)) is not None:
             seconds, prompts, completions, columns = pickle.loads(content)
-            _seed(completions)
+            seed_by(completions)
             limits.limit_cpu(seconds)
             outcomes = self._outcomes(Call(prompts, completions, columns))
             with suppress(Exception):
@@ -299,11 +298,3 @@ class _Printed(io.RawIOBase):
         more = f"... and {self._dropped} bytes more" if self._dropped else ""
         self._kept, self._dropped = b"", 0
         return text + more
-
-
-def _seed(completions: list[str]) -> None:
-    """The same random numbers for the same answers, whichever worker scores them."""
-    seed = zlib.crc32("\0".join(completions).encode("utf-8", "replace"))
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)

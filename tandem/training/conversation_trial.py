@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.stages import rl_stage
@@ -82,8 +83,26 @@ def _tried(
                 "function: a policy may say anything."
             )
         if outcome.turns is not None:
-            turns = turns_in(outcome.turns)
-            renderer.heard(prompt.messages, turns, prompt.source, prompt.tools)
+            if problem := _unheard(renderer, prompt, turns_in(outcome.turns)):
+                raise ConfigError(f"{begin} {one.source}, must give turns {problem}")
             heard.append(outcome.turns[-1]["content"])
     shown = f", e.g. {excerpt(heard[0])}" if heard else ""
     return f"{begin} {counted(len(prompts), 'prompt')}: goes on with {len(heard)}{shown}"
+
+
+def _unheard(renderer: Renderer, prompt: PromptRow, turns: Sequence[Message]) -> str:
+    """Why a policy would not hear these turns, as "that ...; got ..."; "" if it would."""
+    expected = "that the chat template takes and shows; got"
+    try:
+        heard = renderer.heard(prompt.messages, turns, prompt.source, prompt.tools)
+        for place, turn in enumerate(turns):
+            other = [*turns[:place], replace(turn, content="Qz7other"), *turns[place + 1 :]]
+            if renderer.heard(prompt.messages, other, prompt.source, prompt.tools) == heard:
+                return (
+                    f"{expected} a turn of role {turn.role}, of which it writes nothing. Use "
+                    "another role, or another chat_template."
+                )
+    except (DataError, ModelError) as error:
+        told = str(error).removeprefix(f"{prompt.source}: ")
+        return f"{expected}: {told}"
+    return ""

@@ -9,9 +9,8 @@ turns alone, and not from times, ranks or which answer ends first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent import futures
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.config.conversations import conversation_tokens
@@ -25,13 +24,13 @@ from tandem.generation.conversing import ConversationRow, Conversing, End
 from tandem.models.source import positions_in
 from tandem.parallel.world import World
 from tandem.rewards.calling import Outcome
-from tandem.rewards.environment import Environment, Said
+from tandem.rewards.environment import Environment, Replies, Said
 from tandem.text import one_line
 from tandem.training.rollout_source import RolloutSource
 from tandem.types import Message, PromptRow, Rollout
 
-_LOOK_SECONDS = 0.2
-"""A wait without end would miss a Ctrl-C that comes just before it begins."""
+_MOST_LETTERS = 100
+"""Letters that a token may have: what has more for each token that there is room for, has none."""
 
 
 class ConversationSource:
@@ -61,11 +60,11 @@ class ConversationSource:
         self._max_answers, self._max_tokens = max_answers, max_tokens
         self._print_line = print_line
 
-    def describe(self) -> str:
-        """In a line."""
+    def describe(self, positions: int | None = None) -> str:
+        """In a line. positions: of the policy."""
         return (
-            f"conversations of up to {self._max_answers} answers and {self._max_tokens:,} tokens "
-            f"with {self.environment.label}"
+            f"conversations of up to {self._max_answers} answers and {self._limit(positions):,} "
+            f"tokens with {self.environment.describe()}"
         )
 
     def with_policy(self, engine: RLHFEngine) -> RolloutSource:
@@ -92,18 +91,24 @@ class ConversationSource:
         Raises:
             DataError: on every rank, the environment failed and `scoring.on_failure` is stop.
         """
-        limit = self._max_tokens if positions is None else min(self._max_tokens, positions)
-        with _Talk(self, limit - answer_tokens) as talk:
+        longest = self._limit(positions) - answer_tokens
+        environment, world = self.environment, self._world
+        with Replies(environment) as replies:
+            talk = _Talk(self._renderer, replies, max_answers=self._max_answers, longest=longest)
             yield talk
-        environment = self.environment
-        lines = environment.told(talk.failures, talk.num_asked)
-        for line in lines:
+        failures = [talk.failures[place] for place in sorted(talk.failures)]
+        ranks = world.all_gather_object((environment.printed(), failures, talk.num_asked))
+        lines = [line for printed, _, _ in ranks for line in printed]
+        failures = [failure for _, failed, _ in ranks for failure in failed]
+        told = environment.told(lines, failures, sum(asked for _, _, asked in ranks))
+        for line in told:
             self._print_line(line)
-        if environment.config.on_failure != "stop":
-            return
-        told = self._world.all_gather_object(lines[-1] if talk.failures else "")
-        if problem := next(filter(None, told), ""):
-            raise DataError(f"{problem}. Fix the function, or set scoring.on_failure to none.")
+        if failures and environment.config.on_failure == "stop":
+            raise DataError(f"{told[-1]}. Fix the function, or set scoring.on_failure to none.")
+
+    def _limit(self, positions: int | None) -> int:
+        """Most tokens of a conversation, as the model's positions allow."""
+        return self._max_tokens if positions is None else min(self._max_tokens, positions)
 
     def close(self) -> None:
         """End the environment's processes; they start again when they are needed."""
@@ -137,100 +142,62 @@ class _Asked:
     turns: tuple[Message, ...]
 
 
-@dataclass(slots=True)
 class _Talk:
-    """One rollout's conversations with an environment, the `conversing` of `generate`. A context
-    manager; leaving it ends what still answers.
+    """One rollout's conversations with an environment, the `conversing` of `generate`.
 
     Attributes:
-        longest: most tokens of the prompt of an answer. num_asked: answers that the environment was
-            asked about. failures: where the rows came from that it failed on, and how.
+        max_answers: of one conversation. longest: most tokens of the prompt of an answer.
+        num_asked: answers that the environment was asked about. failures: on which it failed, by
+            the places of their conversations: where the row came from, and how.
     """
 
-    conversations: ConversationSource
-    longest: int
-    num_asked: int = 0
-    failures: list[tuple[str, Outcome]] = field(default_factory=list)
-    _waiting: list[_Asked] = field(default_factory=list)
-    _ready: list[tuple[int, ConversationRow]] = field(default_factory=list)
-    _running: tuple[futures.Future[list[Outcome]], list[_Asked]] | None = None
-    _thread: futures.ThreadPoolExecutor | None = None
-
-    def __enter__(self) -> _Talk:
-        if self.conversations.environment.waits_in_thread:
-            self._thread = futures.ThreadPoolExecutor(1, "environment")
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._thread is None:
-            return
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        if error is not None:
-            self.conversations.close()  # else Ctrl-C would wait for deadlines
-        self._thread.shutdown(wait=True)
-
-    @property
-    def max_answers(self) -> int:
-        """Most answers of one conversation."""
-        return self.conversations._max_answers
+    def __init__(
+        self, renderer: Renderer, replies: Replies, *, max_answers: int, longest: int
+    ) -> None:
+        self.max_answers, self.longest = max_answers, longest
+        self.num_asked = 0
+        self.failures: dict[int, tuple[str, Outcome]] = {}
+        self._renderer, self._replies = renderer, replies
+        self._asked: dict[int, _Asked] = {}
 
     def answered(
         self, place: int, row: ConversationRow, token_ids: Sequence[int], text: str
     ) -> None:
-        """Ask the environment, at once or with the next ones if it is busy."""
+        """Ask the environment."""
         turns = (*row.messages, Message("assistant", text))
-        self._waiting.append(_Asked(place, row, tuple(token_ids), turns))
+        number = self._replies.ask(Said(as_dicts(turns), row.columns, str(row.source)))
+        self._asked[number] = _Asked(place, row, tuple(token_ids), turns)
+        self.num_asked += 1
 
     def going_on(self, *, wait: bool) -> Sequence[tuple[int, ConversationRow]]:
-        """The conversations that it has answered by now."""
-        while True:
-            self._look()
-            if self._ready or not wait or self._running is None:
-                break
-            futures.wait([self._running[0]], _LOOK_SECONDS)
-        ready, self._ready = self._ready, []
-        return ready
-
-    def _look(self) -> None:
-        """Note what has been answered, and ask about what waits."""
-        if self._running is not None and self._running[0].done():
-            future, asked = self._running
-            self._running = None
-            self._note(asked, future.result())
-        if self._running is not None or not self._waiting:
-            return
-        asked, self._waiting = self._waiting, []
-        self.num_asked += len(asked)
-        said = [Said(as_dicts(one.turns), one.row.columns, str(one.row.source)) for one in asked]
-        environment = self.conversations.environment
-        if self._thread is None:
-            self._note(asked, environment.replies(said))
-        else:
-            self._running = self._thread.submit(environment.replies, said), asked
-
-    def _note(self, asked: Sequence[_Asked], outcomes: Sequence[Outcome]) -> None:
-        for one, outcome in zip(asked, outcomes, strict=True):
-            self._ready.append((one.place, self._next(one, outcome)))
+        """The conversations of which it has said something by now."""
+        found = []
+        for number, outcome in self._replies.came(wait=wait):
+            asked = self._asked.pop(number)
+            found.append((asked.place, self._next(asked, outcome)))
+        return found
 
     def _next(self, asked: _Asked, outcome: Outcome) -> ConversationRow:
         """The prompt of the next answer, or the row as it was with its end."""
+        row, renderer = asked.row, self._renderer
 
-        def ended(end: End) -> ConversationRow:
-            return replace(asked.row, end=end)
+        def ended(end: End, failure: Outcome | None = None) -> ConversationRow:
+            if failure is not None:
+                self.failures[asked.place] = str(row.source), failure
+            return replace(row, end=end)
 
         if outcome.failure:
-            self.failures.append((str(asked.row.source), outcome))
-            return ended("failed")
+            return ended("failed", outcome)
         if outcome.turns is None:
             return ended("over")
-        row, renderer = asked.row, self.conversations._renderer
-        turns = turns_in(outcome.turns)
+        if sum(len(turn["content"]) for turn in outcome.turns) > _MOST_LETTERS * self.longest:
+            return ended("tokens")  # to tokenize a megabyte would hold all others up
         try:
+            turns = turns_in(outcome.turns)
             heard = renderer.heard(row.messages, turns, row.source, row.tools)
         except (DataError, ModelError) as error:
-            failure = Outcome(None, "result", f"its turns cannot be rendered: {one_line(error)}")
-            self.failures.append((str(row.source), failure))
-            return ended("failed")
+            told = f"its turns cannot be rendered: {one_line(error)}"
+            return ended("failed", Outcome(None, "result", told))
         is_closed = asked.token_ids[-1:] == (renderer.terminator_id,)
         closing = () if is_closed else (renderer.terminator_id,)  # a stop string ended it
         token_ids = (*row.token_ids, *asked.token_ids, *closing, *heard)

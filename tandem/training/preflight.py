@@ -10,6 +10,7 @@ from tandem.config.conversations import answer_tokens
 from tandem.config.engine import engine_settings
 from tandem.config.rules import has_reference, selecting
 from tandem.config.schema import RunConfig, minibatch_size, rl_section
+from tandem.config.scoring import weighted_models
 from tandem.config.stages import in_order, leaving, of_family, rl_stage
 from tandem.data.causes import why_none
 from tandem.engine.shard_plan import check_layout
@@ -60,6 +61,9 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
         problems += answers_too_long(longest, longest_answer, limit)
     followed = answer_tokens(config, longest, limit) if rl else longest_answer
     problems += _beyond_the_reference(config, rows, longest + followed)
+    if rl:
+        own = "" if reward == policy and not scores else reward
+        problems += _beyond_the_reward_models(config, longest, followed, own)
     border = _rope_border(policy, config)
     shortest = min(map(len, [*rows.prompts, *rows.heldout_prompts]), default=0)
     if rl and border is not None and shortest <= border < longest + followed:
@@ -98,6 +102,31 @@ def _beyond_the_reference(config: RunConfig, rows: StepRows, longest: int) -> li
                 "dataset.max_prompt_tokens or sampling.max_new_tokens"
             )
     return problems
+
+
+def _beyond_the_reward_models(
+    config: RunConfig, prompt: int, answer: int, reward: str
+) -> list[str]:
+    """What keeps answers from fitting the positions of what scores them.
+
+    Args:
+        prompt, answer: tokens of the longest. reward: the model that the run's reward model is, or
+            starts from; "" for none.
+    """
+    rl = rl_section(config)
+    models = [reward] if reward and rl.reward_model_weight > 0 else []
+    models += [model.source for model in weighted_models(config.scoring.reward_models)]
+    limits = [limit for model in models if (limit := positions(model, config)) is not None]
+    if not limits or prompt + answer <= min(limits):
+        return []
+    knob = "sampling.max_new_tokens"
+    if rl.environment:
+        knob = f"{rl_stage(config.stages).section}.max_conversation_tokens"
+    problem = (
+        f"the longest prompt and what follows it must fit the reward model's {min(limits)} "
+        f"positions; got {prompt} + {answer}. Lower dataset.max_prompt_tokens or {knob}"
+    )
+    return [problem]
 
 
 def _unknown_biases(config: RunConfig, policy: str) -> list[str]:

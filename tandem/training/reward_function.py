@@ -228,8 +228,11 @@ def _answers(rollout: Rollout, rewards: RewardFunctions, renderer: Renderer | No
     ids = texts = None
     if rewards.need("completion_ids"):
         batch = rollout.batch.on_host()
-        pairs = zip(batch.token_ids, batch.response_mask, strict=True)
-        ids = [token_ids[mask].tolist() for token_ids, mask in pairs]
+        ids = []
+        for row, prompt in enumerate(rollout.prompts):  # in a conversation the last answer's
+            mask = batch.response_mask[row].clone()
+            mask[: len(prompt)] = False
+            ids.append(batch.token_ids[row][mask].tolist())
     if renderer is not None and rewards.need("prompt_texts"):
         texts = [renderer.prompt_text(prompt) for prompt in rollout.prompts]
     return Answers(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from tandem.config.scoring import ScoringConfig
 from tandem.errors import ConfigError
 from tandem.rewards.calling import Call, CallError, Outcome
-from tandem.rewards.environment import Environment, Said
+from tandem.rewards.environment import Environment, Replies, Said
 from tandem.rewards.hearing import EnvironmentCall, turns_of
 from tests.training import environments
 
@@ -91,7 +93,7 @@ def test_it_answers_in_processes_of_its_own() -> None:
     given = Environment(environments.later)
     try:
         for environment, word in ((named, "back"), (given, "on")):
-            assert environment.waits_in_thread
+            assert "in the training process" not in environment.describe()
             assert environment.replies(asked) == [
                 Outcome(None),
                 Outcome(None, turns=[{"role": "user", "content": f"{word} to five"}]),
@@ -112,20 +114,61 @@ def test_failures_and_what_it_prints_are_told() -> None:
         good, bad = broken.replies([said("a"), said("a", "b")])
         assert good.turns == [{"role": "user", "content": "go on"}]
         assert (bad.failure, bad.message) == ("exception", "ValueError: a broken tool")
-        (line,) = broken.told([("data.jsonl:1", bad)], 2)
+        (line,) = broken.told([], [("data.jsonl:1", bad)], 2)
         assert line == (
             f"environment {FILE}:breaks failed on 1 of 2 answers (exception 1), where their "
             "conversations end; the first: data.jsonl:1: ValueError: a broken tool"
         )
         assert loud.replies([said("a")]) == [Outcome(None)]
-        lines = loud.told([], 1)
+        lines = loud.told(loud.printed(), [], 1)
         assert [line.rpartition("printed")[2] for line in lines] == [
             ": one", ": two", ": three", " 2 more lines",
         ]  # fmt: skip
-        assert loud.told([], 0) == []
+        assert loud.printed() == []
     finally:
         for environment in (slow, loud, broken):
             environment.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="workers are forked")
+def test_nobody_waits_for_the_slow_answer_of_another(tmp_path: Path) -> None:
+    environment = Environment(
+        f"{FILE}:meeting", ScoringConfig(deadline_seconds=60, workers=2), columns=["place", "waits"]
+    )
+    rows = [{"place": str(tmp_path / "met"), "waits": waits} for waits in (True, False)]
+    try:
+        with Replies(environment) as replies:
+            slow = replies.ask(said("a", row=rows[0]))
+            quick = replies.ask(said("a", row=rows[1]))
+            more = Outcome(None, turns=[{"role": "user", "content": "go on"}])
+            assert replies.came(wait=True) == [(quick, more)]
+            again = replies.ask(said("a", "b", row=rows[1]))
+            found: list[tuple[int, Outcome]] = []
+            while len(found) < 2:
+                found += replies.came(wait=True)
+            assert sorted(found) == [(slow, Outcome(None)), (again, Outcome(None))]
+            assert replies.came(wait=True) == []
+    finally:
+        environment.close()
+
+
+def test_an_answer_has_the_same_random_numbers_in_every_process() -> None:
+    def here(messages: Any) -> str:
+        return environments.drawn(messages)
+
+    here.in_process = True  # type: ignore[attr-defined]
+    inside, outside = Environment(here), Environment(f"{FILE}:drawn")
+    asked = [said("a"), said("b"), said("a")]
+    random.seed(3)
+    before = random.getstate()
+    try:
+        found = inside.replies(asked)
+        assert random.getstate() == before
+        assert found[0] == found[2] != found[1]
+        assert outside.replies(asked) == found
+    finally:
+        outside.close()
+    assert inside.describe() == "here, in the training process, without deadline and limits"
 
 
 def test_a_parameter_that_nothing_fills_is_named() -> None:

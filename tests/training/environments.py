@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 Turns = Sequence[Mapping[str, str]]
@@ -50,3 +52,32 @@ def talking(messages: Turns, **columns: Any) -> None:
 
 def wants(messages: Turns, price: float, **columns: Any) -> None:
     return None
+
+
+def halves(messages: Turns, answer: str, **columns: Any) -> str | None:
+    """Fails on the rows whose answer is bad."""
+    if answer == "bad":
+        raise ValueError("a broken tool")
+    return "go on"
+
+
+def meeting(messages: Turns, place: str, waits: bool, **columns: Any) -> str | None:
+    """One conversation waits until another has come to its second answer."""
+    met = Path(place)
+    if waits:
+        until = time.monotonic() + 60
+        while not met.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        return None
+    if num_answers(messages) == 2:
+        met.write_text("here", encoding="utf-8")
+        return None
+    return "go on"
+
+
+def drawn(messages: Turns, **columns: Any) -> str:
+    return str(random.random())
+
+
+def halved(messages: Turns, **columns: Any) -> str:
+    return "half a pair: \ud800"

@@ -9,16 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from tandem.cli import main
 from tandem.config.conversations import answer_tokens, conversation_tokens, sampled_tokens
 from tandem.config.load import check_config
 from tandem.config.schema import RunConfig
+from tandem.data.render import Renderer
 from tandem.engine.forward import response_logprobs
 from tandem.errors import ConfigError, DataError
 from tandem.generation.conversing import ConversationRow
+from tandem.models.load import load_tokenizer
 from tandem.parallel.world import World
 from tandem.rewards.environment import Environment
+from tandem.rewards.scoring import RewardFunctions
 from tandem.training.conversation_trial import check_environment
 from tandem.training.conversations import (
     ConversationSource,
@@ -29,6 +33,7 @@ from tandem.training.flight_recorder import rows_of
 from tandem.training.make_engine import make_engine
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.training.replay import replay
+from tandem.training.reward_function import function_scores
 from tandem.types import PromptRow, Rollout, Source
 from tests.ranks import on_ranks
 from tests.training import environments
@@ -166,7 +171,7 @@ def test_a_run_stopped_in_the_middle_is_the_same_run_and_replays(
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_ranks_have_the_conversation_source_one(
+def test_ranks_have_the_conversations_of_one(
     tiny_model: str, preferences: str, tmp_path: Path, stage: int
 ) -> None:
     config = talking(
@@ -217,6 +222,8 @@ def test_metrics_count_each_end(end: str, name: str) -> None:
     [
         ("wants", "its parameter price is none of them"),
         ("of_a_tool", "roles must be system, user or assistant; got tool"),
+        ("halved", "environments.py:halved, asked what"),
+        ("halved", "shows; got: text must hold no half of a surrogate pair"),
         ("slow", "took more than 0.2 s"),
     ],
 )
@@ -229,6 +236,78 @@ def test_an_environment_is_tried_before_anything_runs(
     with pytest.raises(ConfigError) as caught:
         check_environment(config, prompts, engine.renderer, ["answer"], World(), print)
     assert told in str(caught.value)
+
+
+def test_a_role_that_the_template_leaves_out_is_told(tiny_model: str, tmp_path: Path) -> None:
+    config = talking(tmp_path, tiny_model, "of_a_tool")
+    tokenizer = load_tokenizer(tiny_model)
+    tokenizer.chat_template = (
+        "{% for m in messages if m.role != 'tool' %}<|{{ m.role }}|>{{ m.content }}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    renderer = Renderer(tokenizer)
+    prompts = [renderer.prompt("Say cat.")]
+    with pytest.raises(ConfigError, match="a turn of role tool, of which it writes nothing"):
+        check_environment(config, prompts, renderer, ["answer"], World(), print)
+
+
+def failing_on(world: World, config: RunConfig) -> list[str]:
+    """What is told of a rollout on whose last prompt the environment fails."""
+    engine = make_engine(config, config.actor_model, world=world)
+    lines: list[str] = []
+    conversations = conversation_source(
+        config, engine.renderer, world=world, print_line=lines.append
+    )
+    assert conversations is not None
+    words = ("good", "good", "good", "bad")
+    prompts = [engine.renderer.prompt("Say cat.", {"answer": word}) for word in words]
+    conversations.with_policy(engine).collect(prompts, step=1)
+    conversations.close()
+    return lines
+
+
+def test_what_fails_on_another_rank_is_told(tiny_model: str, tmp_path: Path) -> None:
+    config = talking(tmp_path, tiny_model, "halves")
+    alone = failing_on(World(), config)
+    assert len(alone) == 1
+    assert "halves failed on " in alone[0]
+    assert on_ranks(2, failing_on, config) == [alone, alone]
+
+
+def test_ids_of_a_completion_are_the_last_answers(tiny_model: str, tmp_path: Path) -> None:
+    trainer, prompts = trainer_of(talking(tmp_path, tiny_model))
+    renderer = trainer.engine.renderer
+    seen: list[int] = []
+
+    def by_ids(
+        completions: list[str], completion_ids: list[list[int]], **columns: object
+    ) -> list[float]:
+        assert [renderer.decode(ids) for ids in completion_ids] == completions
+        seen.extend(map(len, completion_ids))
+        return [0.0] * len(completions)
+
+    by_ids.in_process = True  # type: ignore[attr-defined]
+    rollout = trainer.answering.source.collect(prompts, step=1)
+    function_scores(RewardFunctions([by_ids]), rollout, renderer)
+    assert len(seen) == len(rollout)
+
+
+def test_a_reward_model_must_hold_a_conversation(
+    tiny_model: str, preferences: str, tmp_path: Path
+) -> None:
+    short = tmp_path / "short"
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1)
+    model.config.max_position_embeddings = 90
+    model.save_pretrained(short)
+    load_tokenizer(tiny_model).save_pretrained(short)
+    config = talking(tmp_path / "run", tiny_model, data=[preferences], reward_model=str(short))
+    with pytest.raises(
+        ConfigError, match=r"the reward model's 90 positions; got .*_conversation_t"
+    ):
+        ran(config)
+    fits = talking(tmp_path / "run", tiny_model, reward_model=str(short), data=[preferences],
+                   grpo={"environment": "", "max_turns": 8, "steps": 1})  # fmt: skip
+    ran(fits)
 
 
 def test_knobs_that_exclude_an_environment(
