@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 
 from tandem.checkpoint.beside import verify_beside
 from tandem.checkpoint.folder import together
+from tandem.config.conversations import answer_tokens
 from tandem.config.engine import EngineSettings, engine_settings
 from tandem.config.load import config_knobs
 from tandem.config.schema import RunConfig, rl_section
@@ -32,6 +34,7 @@ from tandem.engine.placement import Placement
 from tandem.engine.rollouts import rollout_of
 from tandem.engine.scoring import RewardScorer, place_scorer
 from tandem.errors import ConfigError, Stopped
+from tandem.generation.generator import max_positions
 from tandem.generation.stops import Stops
 from tandem.metrics.console import StageConsole
 from tandem.models.checkpoint_ref import model_folders
@@ -39,13 +42,21 @@ from tandem.parallel.watchdog import note
 from tandem.parallel.world import World
 from tandem.rewards.scoring import RewardFunctions
 from tandem.text import ignore_line, visible
+from tandem.training.conversation_trial import check_environment
+from tandem.training.conversations import ConversationSource, conversation_source, given_turns
 from tandem.training.experience import score_answers
 from tandem.training.preflight import answers_too_long, columns_problems
 from tandem.training.provenance import Identity
 from tandem.training.reward_function import check_rewards, columns_given, rewards_of
 from tandem.training.run_stages import ledger_lines
 from tandem.training.sample_file import Progress, SampleFile
-from tandem.training.sample_flags import REWARDS, SampleSettings, scores, scoring_model
+from tandem.training.sample_flags import (
+    ENVIRONMENT,
+    REWARDS,
+    SampleSettings,
+    scores,
+    scoring_model,
+)
 from tandem.training.sample_rows import SampledAnswer, row_of
 from tandem.training.sample_summary import summary
 from tandem.training.signals import StopSignals
@@ -114,10 +125,11 @@ def _prompts(config: RunConfig, world: World, say: Callable[[str], None]) -> Ste
         ]
         raise ConfigError(". ".join([*told, "See the data account above"]))
     longest, new = max(map(len, rows.prompts)), config.sampling.max_new_tokens
-    problems = answers_too_long(longest, new, positions(config.actor_model, config))
+    limit = positions(config.actor_model, config)
+    problems = answers_too_long(longest, new, limit)
     if reward:
-        limit = positions(reward, config)
-        problems += answers_too_long(longest, new, limit, "reward model")
+        new = answer_tokens(config, longest, limit)
+        problems += answers_too_long(longest, new, positions(reward, config), "reward model")
     if problems := [*problems, *columns_problems(config, rows)]:
         raise ConfigError("; ".join(problems))
     return rows
@@ -150,6 +162,10 @@ def _made_from(settings: SampleSettings, rows: StepRows, world: World) -> dict[s
             made_from[f"the files of {further.source}"] = identity.files_of_model(further.source)
     if functions:
         made_from["the reward function"] = identity.reward_function()
+    if rl_section(config).environment:
+        section = rl_stage(()).section
+        made_from |= identity.knobs(f"{section}.{name}" for name in ENVIRONMENT)
+        made_from["the environment"] = identity.environment()
     return made_from
 
 
@@ -160,6 +176,7 @@ class _Models:
     policy: PreTrainedModel
     scorer: RewardScorer | None
     rewards: RewardFunctions | None
+    conversations: ConversationSource | None
 
 
 class _Sampling:
@@ -211,8 +228,10 @@ class _Sampling:
         """The models and functions, ready; functions are tested first."""
         config, world = self._config, self._world
         names = rl_section(config).reward_function
-        check_rewards(names, config, self._rows, world, self._say)
         columns = columns_given(config, self._rows).names
+        renderer = self._rows.renderer
+        check_environment(config, self._rows.prompts, renderer, columns, world, self._say)
+        check_rewards(names, config, self._rows, world, self._say)
         rewards = rewards_of(names, config.scoring, self._say, columns)
         if rewards is not None:
             stack.callback(rewards.close)
@@ -226,20 +245,19 @@ class _Sampling:
             scorer = place_scorer(placement, source, self._rows.reward_tokenizer)
             if line := scorer.note_on_text(self._rows.renderer):
                 self._say(line)
-        return _Models(policy, scorer, rewards)
+        conversations = conversation_source(
+            config, self._rows.renderer, columns=columns, world=world, print_line=self._say
+        )
+        if conversations is not None:
+            stack.callback(conversations.close)
+            self._say(conversations.describe(max_positions(policy)))
+        return _Models(policy, scorer, rewards, conversations)
 
     def _answer(self, models: _Models, file: SampleFile, numbers: range) -> dict[str, float]:
         """Answer the prompts of these numbers and write their rows; what to show of them."""
         prompts = self._rows.prompts[numbers.start : numbers.stop]
         began = time.monotonic()
-        rollout = rollout_of(
-            models.policy,
-            prompts,
-            self._engine,
-            Stops.of(self._rows.renderer),
-            step=0,
-            numbers=numbers,
-        )
+        rollout = self._rollout(models, prompts, numbers)
         seconds = time.monotonic() - began
         rewards = self._rewards(models, rollout)
         progress, choice = file.progress, self._settings.choice
@@ -249,7 +267,7 @@ class _Sampling:
         for prompt, answers in _by_prompt(rollout, rewards, len(prompts)):
             self._count(progress, answers)
             place = str(prompt.source)
-            row, reason = row_of(prompt.messages, place, answers, choice, prompt.tools)
+            row, reason = row_of(given_turns(prompt), place, answers, choice, prompt.tools)
             if row is None:
                 progress.leave(reason)
             else:
@@ -264,6 +282,18 @@ class _Sampling:
             "eos_rate": float(rollout.finished.float().mean()),
         }
         return shown | ({"reward": sum(scored) / len(scored)} if scored else {})
+
+    def _rollout(self, models: _Models, prompts: list[PromptRow], numbers: range) -> Rollout:
+        """The policy's answers, or conversations that begin with them."""
+        stops = Stops.of(self._rows.renderer)
+        answers = partial(
+            rollout_of, models.policy, prompts, self._engine, stops, step=0, numbers=numbers
+        )
+        if models.conversations is None:
+            return answers()
+        limit = self._config.sampling.max_new_tokens
+        with models.conversations.talking(limit, max_positions(models.policy)) as talk:
+            return answers(conversing=talk)
 
     def _rewards(self, models: _Models, rollout: Rollout) -> list[float | None]:
         """Of each answer, without penalties and clips; None where nothing scored it."""
@@ -287,7 +317,7 @@ class _Sampling:
         progress.answers += len(answers)
         progress.tokens += sum(answer.tokens for answer in answers)
         progress.cut_off += sum(not answer.finished for answer in answers)
-        progress.blank += sum(not answer.text.strip() for answer in answers)
+        progress.blank += sum(answer.is_blank for answer in answers)
         progress.scored += len(rewards)
         progress.rewards += sum(rewards)
         if scores(self._config):
@@ -315,7 +345,13 @@ def _by_prompt(
         yield (
             rollout.prompts[start],
             [
-                SampledAnswer(rollout.responses[i], rewards[i], finished[i], tokens[i])
+                SampledAnswer(
+                    rollout.responses[i],
+                    rewards[i],
+                    finished[i],
+                    tokens[i],
+                    rollout.prompts[i].messages[len(given_turns(rollout.prompts[i])) :],
+                )
                 for i in places
             ],
         )

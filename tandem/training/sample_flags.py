@@ -40,6 +40,8 @@ REWARDS = tuple(
     for name in ("reward_function", "reward_function_weight", "reward_model_weight")
 )
 """The knobs of the reward in that section."""
+ENVIRONMENT = ("environment", "max_turns", "max_conversation_tokens")
+"""The knobs in that section of what answers hear; a run's are those of its own section."""
 _KEPT = (
     *("seed", "dtype", "trust_remote_code", "micro_batch_tokens", "hybrid_engine"),
     *("generation_batch_size", "generation_prefill_tokens", "parallel.frozen_weights"),
@@ -49,6 +51,7 @@ _KEPT = (
 """What is taken over from a run beside `sampling` and `scoring`, where no flag says otherwise."""
 _READ = (
     *(*_KEPT, *REWARDS, "reward_model", "data", "device"),
+    *(f"{_STAGE.section}.{name}" for name in ENVIRONMENT),
     *("dataset.columns", "dataset.on_bad_row", f"{_STAGE.section}.prompts_per_step"),
     *("parallel.actor_zero_stage", "parallel.critic_zero_stage", "parallel.inference_tp_size"),
     *("parallel.offload", "parallel.ranks_per_node", "parallel.timeout_minutes"),
@@ -187,6 +190,10 @@ def _taken_over(base: RunConfig) -> RunConfig:
         if _is_kept(name):
             value = knob_value(base, name)
             set_knob(values, name, list(value) if isinstance(value, tuple) else value)
+    if of_family(base.stages, "rl"):
+        theirs = rl_section(base)
+        for name in ENVIRONMENT:
+            set_knob(values, f"{_STAGE.section}.{name}", getattr(theirs, name))
     return build(values)[0]
 
 
@@ -234,6 +241,12 @@ def _problems(options: Namespace, config: RunConfig) -> list[str]:
         problems.append(
             f"--samples-per-prompt must be at least 2 with --write pairs; got {samples}. Give e.g. "
             "--samples-per-prompt 4"
+        )
+    if options.write == "pairs" and rl_section(config).environment:
+        problems.append(
+            "--write pairs must go with single answers: conversations with an environment "
+            f"({rl_section(config).environment}) have no prompt in common but the first. Give "
+            f"--write best, or --{_STAGE.section}.environment ''"
         )
     if options.write in ("best", "pairs") and not scores(config):
         problems.append(

@@ -20,12 +20,20 @@ WRITES = ("all", "best", "pairs")
 @dataclass(frozen=True, slots=True)
 class SampledAnswer:
     """One answer: its text, its reward (None: nothing scored it), whether it ended by itself, and
-    how many tokens were sampled."""
+    how many tokens were sampled. heard: of a conversation, the turns before its last answer that
+    are not the prompt's."""
 
     text: str
     reward: float | None
     finished: bool
     tokens: int
+    heard: tuple[Message, ...] = ()
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether it, or an answer before it, says nothing: no row of data may have such a turn."""
+        said = [turn.content for turn in self.heard if turn.role == "assistant"]
+        return not all(text.strip() for text in (*said, self.text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +56,7 @@ class Choice:
             answer
             for answer in answers
             if answer.reward is not None
-            and answer.text.strip()
+            and not answer.is_blank
             and (answer.finished or self.keep_cut_off)
         ]
 
@@ -70,6 +78,7 @@ def row_of(
     if choice.write == "all":
         listed = [
             {"text": a.text, "reward": a.reward, "finished": a.finished, "tokens": a.tokens}
+            | ({"turns": _said(a)} if a.heard else {})
             for a in answers
         ]
         return {**head, "answers": listed, "source": place}, ""
@@ -104,7 +113,7 @@ def _too_few(
     scored = [answer for answer in answers if answer.reward is not None]
     if len(scored) < needed:
         return "no answer with a reward" if not scored else "one answer with a reward alone"
-    written = [answer for answer in scored if answer.text.strip()]
+    written = [answer for answer in scored if not answer.is_blank]
     if len(written) < needed:
         return "blank answers"
     return "answers cut off by the length limit"
@@ -122,5 +131,6 @@ def _turn(message: Message) -> dict[str, Any]:
     return turn
 
 
-def _said(answer: SampledAnswer) -> list[dict[str, str]]:
-    return [{"role": "assistant", "content": answer.text}]
+def _said(answer: SampledAnswer) -> list[dict[str, Any]]:
+    """The turns since the prompt."""
+    return [turn.as_dict() for turn in (*answer.heard, Message("assistant", answer.text))]

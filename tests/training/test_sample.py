@@ -34,6 +34,7 @@ from tandem.training.sample_rows import Choice, SampledAnswer, row_of
 from tandem.types import Message
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config
+from tests.training import environments
 from tests.training.runs import ran
 
 REWARDS = """
@@ -517,3 +518,46 @@ def test_frozen_weights_are_sampled_as_the_run_had_them(
     trained = said(str(run))
     assert trained != said(str(run), "--model", "base")
     assert said(tiny_model, "--parallel.frozen-weights", kind) == said(str(run), "--model", "base")
+
+
+TALKING = ("--environment", f"{environments.__file__}:thrice", "--logit-bias", "4:5")
+
+
+def test_conversations_are_rows_of_all_their_turns(sampled: Sampled, tmp_path: Path) -> None:
+    every = sampled("every", *TALKING)
+    talked = 0
+    for row in every:
+        for answer in row["answers"]:
+            turns = answer.get("turns", [{"role": "assistant", "content": answer["text"]}])
+            assert turns[-1] == {"role": "assistant", "content": answer["text"]}
+            said, heard = turns[::2], turns[1::2]
+            assert [turn["content"] for turn in heard] == [
+                f"{len(turn['content'])} letters." for turn in said[:-1]
+            ]
+            talked += bool(heard)
+    assert talked > 5
+    best = sampled("best", *TALKING, "--write", "best")
+    by_place = {row["source"]: row["answers"] for row in every}
+    for row in best:
+        answers = by_place[row["source"]]
+        assert {json.dumps(row["completion"])} & {
+            json.dumps(a.get("turns", [{"role": "assistant", "content": a["text"]}]))
+            for a in answers
+        }
+        assert row["prompt"][-1]["role"] == "user"
+    file = tmp_path / "best.jsonl"
+    read = load_data(DataConfig(heldout=0.0), (str(file),), (), (), seed=1, stages=("sft",)).texts
+    assert len(read) == len(best)
+    longest = max(best, key=lambda row: len(row["completion"]))
+    assert len(longest["completion"]) > 1
+    assert [s.chosen for s in read] == [row["completion"][-1]["content"] for row in best]
+
+
+def test_conversations_are_no_pairs_and_depend_on_their_environment(
+    sampled: Sampled, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="pairs must go with single answers: conversations"):
+        sampled("pairs", *TALKING, "--write", "pairs")
+    sampled("first", *TALKING)
+    with pytest.raises(CheckpointError, match="environment"):
+        sampled("first", "--logit-bias", "4:5")
