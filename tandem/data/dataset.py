@@ -39,6 +39,7 @@ from tandem.data.split import (
     shares_among,
     split_key,
 )
+from tandem.data.tools import without_nulls
 from tandem.errors import ConfigError, DataError
 from tandem.text import visible
 from tandem.types import Message, Sample
@@ -255,8 +256,12 @@ def _samples(
             continue
         own = set() if spec.columns else {c for c in columns.values() if c in item.columns}
         found |= own
+        mapped = columns if own else spec.columns
+        row = item.columns
+        if item.is_of_table:
+            row = without_nulls(row, mapped.get("tools", "tools"))
         try:
-            yield to_sample(item.columns, item.source, columns if own else spec.columns)
+            yield to_sample(row, item.source, mapped)
         except RowProblem as problem:
             _refuse(problem.at(item.source), config, account)
 

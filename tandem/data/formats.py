@@ -23,7 +23,6 @@ from tandem.data.lines import (
     swollen,
 )
 from tandem.data.rows import BadRow, RawRow
-from tandem.data.tools import without_nulls
 from tandem.errors import DataError
 from tandem.text import first_line, named_line, visible
 from tandem.types import Source
@@ -151,7 +150,7 @@ def read_parquet(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
                     yield (
                         unconvertible(row, source)
                         if isinstance(row, Exception)
-                        else RawRow(row, source)
+                        else RawRow(row, source, is_of_table=True)
                     )
     except (arrow.ArrowException, OSError) as error:
         found = visible(first_line(error))[:200]
@@ -169,13 +168,15 @@ def unconvertible(error: Exception, source: Source) -> BadRow:
 def _batch_rows(batch: Any) -> Iterator[dict[str, Any] | Exception]:
     """The rows of an Arrow batch; an error in place of one that cannot be converted."""
     try:
-        yield from map(without_nulls, batch.to_pylist())
-        return
+        rows = batch.to_pylist()
     except (ValueError, OverflowError, KeyError, TypeError):
         pass  # find the rows
+    else:
+        yield from rows
+        return
     for i in range(batch.num_rows):
         try:
-            yield without_nulls(batch.slice(i, 1).to_pylist()[0])
+            yield batch.slice(i, 1).to_pylist()[0]
         except (ValueError, OverflowError, KeyError, TypeError) as error:
             yield error
 

@@ -13,10 +13,15 @@ from tandem.types import Source
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """One row as its file has it: column name to value."""
+    """One row as its file has it: column name to value.
+
+    is_of_table: it is from an Arrow table, all structs of which have the same keys, null where a
+        row did not give one.
+    """
 
     columns: Mapping[str, Any]
     source: Source
+    is_of_table: bool = False
 
 
 @dataclass(frozen=True, slots=True)

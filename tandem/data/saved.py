@@ -11,7 +11,6 @@ from typing import Any
 from tandem.data.formats import Rows, unconvertible
 from tandem.data.parts import Part, unknown
 from tandem.data.rows import RawRow
-from tandem.data.tools import without_nulls
 from tandem.errors import DataError
 from tandem.text import first_line, visible
 from tandem.types import Source
@@ -116,7 +115,7 @@ def _convertible(rows: Any, name: str, part: Part, is_saved: bool) -> Rows:
         except Exception as error:  # a column of pictures without its decoder, a file cut short
             raise _unloadable(part, is_saved, error) from None
         else:
-            yield RawRow(without_nulls(dict(row)), source)
+            yield RawRow(row, source, is_of_table=True)
         number += 1
 
 

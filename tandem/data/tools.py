@@ -16,6 +16,7 @@ from tandem.data.rows import RowProblem
 from tandem.text import visible
 
 _DEEPEST = 64
+_KEYS_OF_CALLS = ("tool_calls", "function_call")
 _SCHEMAS = 'be a list of JSON schemas, as [{"type": "function", "function": {"name": ...}}]'
 _CALLS = 'be a list of calls, as [{"function": {"name": "add", "arguments": {"a": 2}}}]'
 _NO_TOOLS = "column {} is not rendered: it is no list of JSON schemas"
@@ -102,22 +103,31 @@ def for_template(calls: str, *, as_text: bool) -> str:
     return json.dumps(given, ensure_ascii=False)
 
 
-def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of an Arrow table with the tools and calls that were written to it.
+def without_nulls(row: Mapping[str, Any], tools: str = "tools") -> dict[str, Any]:
+    """A row of an Arrow table with the tools and calls that were written to it, wherever a turn
+    with calls is in it.
 
     All structs of a column have the keys of all, null where they were not given.
+
+    Args:
+        tools: the column that lists the tools.
     """
-    if row.get("tools") and isinstance(row["tools"], list):
-        row["tools"] = _given(row["tools"])
-    for column, value in row.items():
-        is_turns = isinstance(value, list) and value and isinstance(value[0], dict)
-        if is_turns and "tool_calls" in value[0] and any(turn["tool_calls"] for turn in value):
-            row[column] = [_given_calls(turn) for turn in value]
-    return row
+    return {
+        name: _given(value) if name == tools else _with_given_calls(value)
+        for name, value in row.items()
+    }
 
 
-def _given_calls(turn: dict[str, Any]) -> dict[str, Any]:
-    return {k: _given(v) if k == "tool_calls" else v for k, v in turn.items()}
+def _with_given_calls(value: Any) -> Any:
+    if isinstance(value, list):
+        first = next((item for item in value if item is not None), None)  # all are of its type
+        return [_with_given_calls(i) for i in value] if isinstance(first, list | dict) else value
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _given(item) if key in _KEYS_OF_CALLS else _with_given_calls(item)
+        for key, item in value.items()
+    }
 
 
 def _given(value: Any) -> Any:

@@ -23,6 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandem.checkpoint.folder import MANIFEST, read_facts, together, write_folder
 from tandem.config.schema import RunConfig
+from tandem.data.sources import parse_columns
+from tandem.data.tools import without_nulls
 from tandem.engine.module_scorer import RewardModule
 from tandem.errors import CheckpointError, ConfigError, DataError, ModelError
 from tandem.files import replace as replace_file
@@ -73,7 +75,7 @@ def with_given(
         changes["data"] = tuple(
             str(rows)
             if isinstance(rows, str | Path)
-            else _kept_rows(rows, folder / f"data-{number}.jsonl", world)
+            else _kept_rows(_as_given(rows, config), folder / f"data-{number}.jsonl", world)
             for number, rows in enumerate(_data_sets(data), 1)
         )
     if actor_model is not None:
@@ -103,6 +105,14 @@ def _data_sets(data: Rows | Sequence[Rows]) -> list[Rows]:
     if isinstance(data, list | tuple) and data and not isinstance(data[0], Mapping):
         return list(data)
     return [data]  # type: ignore[list-item]
+
+
+def _as_given(rows: Any, config: RunConfig) -> Any:
+    """Rows, those of a `datasets.Dataset` without the nulls of its table in tools and calls."""
+    if not hasattr(rows, "features"):
+        return rows
+    mapped = parse_columns(config.dataset.columns, "dataset.columns")
+    return (without_nulls(row, mapped.get("tools", "tools")) for row in rows)
 
 
 def _kept_rows(rows: Iterable[Mapping[str, Any]], path: Path, world: World) -> str:

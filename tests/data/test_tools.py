@@ -10,7 +10,8 @@ import pytest
 
 from tandem.config.dataset import DataConfig
 from tandem.config.schema import RunConfig
-from tandem.data.dataset import load_data
+from tandem.data.dataset import load_data, read_all
+from tandem.data.ledger import Ledger
 from tandem.data.length import fit_prompt
 from tandem.data.render import Renderer
 from tandem.data.rows import RowProblem
@@ -21,6 +22,7 @@ from tandem.data.split import content_key
 from tandem.data.tools import for_template, read_calls, read_tools, without_nulls
 from tandem.data.turns import turns_of
 from tandem.data.unshown import note_unshown
+from tandem.errors import DataError
 from tandem.plan.prompt_frame import PromptFrame
 from tandem.training.rendering import Rendering
 from tandem.types import Message, Sample, Source
@@ -228,21 +230,72 @@ def test_rows_with_other_tools_or_calls_are_other_rows() -> None:
     assert len({content_key(sample(row)) for row in rows}) == len(rows)
 
 
-def test_tables_write_null_where_nothing_was_given() -> None:
-    turn = {"role": "user", "content": "hi", "tool_calls": None}
-    row = {
-        "tools": [{"name": "f", "parameters": {"a": {"type": "string"}, "b": None}}],
-        "messages": [turn, {**CALL, "tool_calls": [{"function": {"name": "f", "arguments": {
-            "a": "x", "b": None}}, "id": None}]}],
-        "other": {"b": None},
-    }  # fmt: skip
-    found = without_nulls(row)
-    assert found["tools"] == [{"name": "f", "parameters": {"a": {"type": "string"}}}]
-    assert found["messages"][0] == turn
-    assert found["messages"][1]["tool_calls"] == [
-        {"function": {"name": "f", "arguments": {"a": "x"}}}
-    ]
-    assert found["other"] == {"b": None}
+def calls_of(function: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+
+
+F, G = ({"name": "f", "arguments": {"a": "x"}}, {"name": "g", "arguments": {"b": 3}})
+TABLES: dict[str, tuple[list[dict[str, Any]], dict[str, str]]] = {
+    "tools and calls": (
+        [{"messages": [ASKED, calls_of(f)], "tools": [{**ALONE, "parameters": {"properties": p}}]}
+         for f, p in ((F, {"a": {"type": "string"}}), (G, {"b": {"enum": [1]}}))],
+        {},
+    ),
+    "OpenAI's older calls": (
+        [{"messages": [ASKED, {"role": "assistant", "content": None, "function_call": f}]}
+         for f in (F, G)],
+        {},
+    ),
+    "answers of one message": (
+        [{"prompt": "q", "chosen": calls_of(f), "rejected": SAID} for f in (F, G)], {},
+    ),
+    "a mapped column": (
+        [{"prompt": "q", "functions": [{"name": "f", "parameters": {name: {"x": "y"}}}]}
+         for name in ("a", "b")],
+        {"prompt": "prompt", "tools": "functions"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_write_null_where_nothing_was_given(name: str, tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows, columns = TABLES[name]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = []
+    for file in ("rows.parquet", "rows.jsonl"):
+        mapped = ",".join(f"{role}={column}" for role, column in columns.items())
+        named = f"{tmp_path / file}" + f"::{mapped}" * bool(mapped)
+        samples = [row.sample for row in read_all(DataConfig(), [named], (), Ledger(), seed=1)]
+        found.append([(s.chosen, s.rejected, s.tools, s.prompt) for s in samples])
+    assert found[0] == found[1]
+    assert len(found[0]) == 2
+
+
+def test_nulls_of_other_columns_are_given() -> None:
+    row = {"tools": None, "other": {"b": None}, "more": [None, 1], "x": [[None], None]}
+    assert without_nulls(row) == row
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_turn_that_is_null_is_one_bad_row_of_a_table(saved: bool, tmp_path: Path) -> None:
+    turns = [{**ASKED, "tool_calls": None}, calls_of(F)]
+    rows = [{"messages": [*turns, None] if i == 4 else turns} for i in range(6)]
+    path = tmp_path / "rows.parquet"
+    if saved:
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_list(rows).save_to_disk(str(path := tmp_path / "saved"))
+    else:
+        arrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist(rows), path)
+    config = DataConfig(heldout=0.0, on_bad_row="drop")
+    found = load_data(config, [str(path)], seed=1, stages=("sft",))
+    (account,) = found.ledger.datasets.values()
+    assert (account.rows, account.num_dropped) == (6, 1)
+    with pytest.raises(DataError, match=r":5: field messages must have only objects; found null"):
+        load_data(DataConfig(), [str(path)], seed=1)
 
 
 ROWS: list[dict[str, Any]] = [
