@@ -51,12 +51,6 @@ def answer_turn(answer: Answer) -> Message:
     return Message("assistant", answer) if isinstance(answer, str) else answer
 
 
-def bare(answer: Answer) -> Answer:
-    """What two answers that say the same have in common: the text without white space around it,
-    or the turn."""
-    return answer.strip() if isinstance(answer, str) else answer
-
-
 def answer_text(answer: Answer) -> str:
     """All that an answer says, as one text: its words, then its calls as JSON."""
     return answer if isinstance(answer, str) else answer.content + answer.tool_calls

@@ -7,8 +7,9 @@ from typing import Any
 
 from tandem.data.excerpt import excerpt
 from tandem.data.rows import RowProblem
+from tandem.data.tools import bare
 from tandem.data.turns import Turns, check_prompt, maybe_blank, text_of, turns_of
-from tandem.message import Answer, Message, answer_text, bare
+from tandem.message import Answer, Message, answer_text
 from tandem.types import Sample, Source
 
 Row = Mapping[str, Any]

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from tandem.data.excerpt import describe
 from tandem.data.rows import RowProblem
-from tandem.message import Answer, Message, bare
+from tandem.data.tools import bare
+from tandem.message import Answer, Message
 from tandem.types import Sample
 
 Mode = Literal["auto", "pairs", "regression"]

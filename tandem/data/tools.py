@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 from tandem.data.excerpt import describe, excerpt
 from tandem.data.rows import RowProblem
+from tandem.message import Answer, Message
 from tandem.text import visible
 
 _DEEPEST = 64
+_KEYS_OF_CALL = {"name", "arguments", "id", "type", "index"}
 _KEYS_OF_CALLS = ("tool_calls", "function_call")
 _SCHEMAS = 'be a list of JSON schemas, as [{"type": "function", "function": {"name": ...}}]'
 _CALLS = 'be a list of calls, as [{"function": {"name": "add", "arguments": {"a": 2}}}]'
@@ -29,16 +33,20 @@ def read_tools(value: Any, field: str = "tools") -> str:
     "function": ...}, which is what chat templates read.
 
     Args:
-        value: a list of JSON schemas, or its JSON text.
+        value: a list of JSON schemas or of their JSON texts, one schema, or the JSON text of these.
     Raises:
         RowProblem: it is something else.
     """
-    found = _parsed(value, field, _SCHEMAS)
+    found = _listed(_parsed(value, field, _SCHEMAS), field)
     if found is None or found == []:
         return ""
     if not isinstance(found, list | tuple) or not all(isinstance(t, Mapping) for t in found):
         raise RowProblem(field, describe(found), _SCHEMAS)
-    return _text([_wrapped(tool) for tool in found], field)
+    text = _text([_wrapped(tool) for tool in found], field)
+    for tool in found:
+        if not _is_schema(tool):
+            raise RowProblem(field, f"{describe(tool)} in it", _SCHEMAS)
+    return text
 
 
 def tools_or_note(value: Any, *, is_mapped: bool) -> tuple[str, str]:
@@ -49,13 +57,28 @@ def tools_or_note(value: Any, *, is_mapped: bool) -> tuple[str, str]:
     Raises:
         RowProblem: it is to hold tools, or begins like a list of them, and cannot be read.
     """
-    is_list = isinstance(value, list | tuple)
-    like_tools = (isinstance(value, str) and value.lstrip()[:2].rstrip() in ("[", "[{")) or (
-        is_list and any(isinstance(tool, Mapping) for tool in value)
-    )
-    if is_mapped or like_tools or value is None or value == "" or value == []:
+    nothing = value is None or value == "" or value == []
+    if is_mapped or nothing or _begins_like_tools(value):
         return read_tools(value), ""
     return "", _NO_TOOLS.format("tools")
+
+
+def _begins_like_tools(value: Any) -> bool:
+    """Whether any object of a list, or one alone, is a schema; and so of text that is JSON."""
+    if isinstance(value, str):
+        begin = value.lstrip()
+        if begin[:1] not in ("[", "{"):
+            return False
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return begin[:2].rstrip() in ("[", "[{")
+        if isinstance(value, str):
+            return False
+    found = value if isinstance(value, list | tuple) else [value]
+    return any(
+        _begins_like_tools(tool) if isinstance(tool, str) else _is_schema(tool) for tool in found
+    )
 
 
 def read_calls(value: Any, field: str, turn: int) -> str:
@@ -63,7 +86,8 @@ def read_calls(value: Any, field: str, turn: int) -> str:
 
     Args:
         value: OpenAI's list ({"id", "type", "function": {"name", "arguments"}}, the arguments an
-            object or its JSON text), or functions alone, or its JSON text.
+            object or its JSON text), or functions alone, or its JSON text. Where a function has no
+            `arguments`, an object under `parameters` is them, as Llama 3 writes calls.
         turn: the turn's number, for errors.
     Raises:
         RowProblem: it is something else.
@@ -78,8 +102,32 @@ def read_calls(value: Any, field: str, turn: int) -> str:
         name = function.get("name") if function is not None else None
         if function is None or not isinstance(name, str) or not name.strip():
             raise RowProblem(field, f"{describe(call)} in turn {turn}", _CALLS)
-        _arguments(function, f"{field}.arguments", turn)
+        if "arguments" not in (_in_full(call) or ()) and (other := _unknown(call)):
+            rule = "have a call's arguments in its function, under arguments"
+            raise RowProblem(field, f"{excerpt(other)} in turn {turn}", rule)
+        _arguments(_in_full(call) or {}, f"{field}.arguments", turn)
     return _text(found, field)
+
+
+@lru_cache(maxsize=256)
+def checked_calls(calls: str) -> str:
+    """Calls that are JSON text, checked.
+
+    Raises:
+        RowProblem: as `read_calls`.
+    """
+    return read_calls(calls, "tool_calls", 1)
+
+
+def bare(answer: Answer) -> Answer:
+    """What two answers that say the same have in common: the words without white space around them,
+    and which functions are called with which arguments."""
+    if isinstance(answer, str):
+        return answer.strip()
+    functions = [_in_full(call) or {} for call in json.loads(answer.tool_calls or "[]")]
+    said = [[function["name"], _arguments(function, "", 0)] for function in functions]
+    calls = json.dumps(said, sort_keys=True) if said else ""
+    return Message("assistant", answer.content.strip(), tool_calls=calls)
 
 
 def for_template(calls: str, *, as_text: bool) -> str:
@@ -91,7 +139,7 @@ def for_template(calls: str, *, as_text: bool) -> str:
     """
     given = []
     for call in json.loads(calls):
-        function = dict(_function(call) or {})
+        function = dict(_in_full(call) or {})
         arguments = function.get("arguments")
         if not as_text:
             arguments = _arguments(function, "arguments", 0)
@@ -136,6 +184,50 @@ def _given(value: Any) -> Any:
     return [_given(item) for item in value] if isinstance(value, list) else value
 
 
+def _is_schema(tool: Any) -> bool:
+    """Whether an object says which tool it is, or of which kind."""
+    if not isinstance(tool, Mapping):
+        return False
+    said = [tool.get(key) for key in ("function", "name", "type")]
+    return any(isinstance(each, str | Mapping) and each for each in said)
+
+
+def _listed(value: Any, field: str) -> Any:
+    """One schema as a list of one; texts in a list parsed."""
+    if isinstance(value, Mapping) and _is_schema(value):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [
+            _parsed(tool, field, _SCHEMAS)
+            if isinstance(tool, str) and tool.lstrip().startswith("{")
+            else tool
+            for tool in value
+        ]
+    return value
+
+
+def _in_full(call: Any) -> Mapping[str, Any] | None:
+    """What a call calls, its arguments under `arguments`."""
+    function = _function(call)
+    if function is None or function.get("arguments") not in (None, ""):
+        return function
+    named = function.get("parameters")
+    if not isinstance(named, Mapping):
+        return function
+    others = {key: value for key, value in function.items() if key != "parameters"}
+    return {**others, "arguments": named}
+
+
+def _unknown(call: Mapping[str, Any]) -> str:
+    """A key of a call under which its arguments may be; "" for none."""
+    function = _function(call) or {}
+    beside = ("arguments", "parameters") if function is not call else ()
+    found = [key for key in function if key not in _KEYS_OF_CALL]
+    found += [key for key in beside if key in call]
+    given = {**call, **function}
+    return next((key for key in found if given[key] is not None), "")
+
+
 def _function(call: Any) -> Mapping[str, Any] | None:
     """What a call calls, whether OpenAI's or a function alone."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
@@ -157,7 +249,9 @@ def _arguments(function: Mapping[str, Any], field: str, turn: int) -> Mapping[st
     if value is None or value == "":
         return {}
     try:
-        found = json.loads(value) if isinstance(value, str) else value
+        found = loads(value, field) if isinstance(value, str) else value
+    except RowProblem:
+        raise
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, Mapping):
@@ -174,10 +268,30 @@ def _parsed(value: Any, field: str, expected: str) -> Any:
     if not value.strip():
         return None
     try:
-        return json.loads(value)
+        return loads(value, field)
+    except RowProblem:
+        raise
     except (ValueError, RecursionError):
         advice = "Write it with json.dumps."
         raise RowProblem(field, f"no JSON ({excerpt(value)})", expected, advice) from None
+
+
+def loads(text: str, field: str) -> Any:
+    """The value of JSON text.
+
+    Raises:
+        RowProblem: an object has a key twice, of which Python keeps the last alone.
+        ValueError, RecursionError: it is no JSON, or too deep.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise RowProblem(field, f"{excerpt(twice)} twice", "name each key once")
+        return found
+
+    return json.loads(text, object_pairs_hook=once)
 
 
 def _text(value: Any, field: str) -> str:

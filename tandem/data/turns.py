@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from tandem.data.excerpt import describe, excerpt, names
 from tandem.data.rows import RowProblem
-from tandem.data.tools import read_calls, read_tools
+from tandem.data.tools import loads, read_calls, read_tools
 from tandem.errors import DataError
 from tandem.message import Message, Role
 
@@ -208,7 +208,8 @@ def check_prompt(prompt: Turns, field: str) -> Turns:
         raise RowProblem(field, f"{prompt[-1].role} last", "end with a user turn before the answer")
     for number, turn in enumerate(prompt, 1):
         _check_encodable(turn.content, field)
-        if not turn.content.strip() and not turn.tool_calls:
+        # What a tool answers may be nothing.
+        if not turn.content.strip() and not turn.tool_calls and turn.role != "tool":
             raise RowProblem(field, f"a blank {turn.role} turn {number}", "have no blank turn")
     return prompt
 
@@ -298,7 +299,9 @@ def _call_turn(content: Any, field: str, number: int) -> str:
     found = content
     if isinstance(content, str):
         try:
-            found = json.loads(content)
+            found = loads(content, field)
+        except RowProblem:
+            raise
         except (ValueError, RecursionError):
             found = None
     calls = found if isinstance(found, list) else [found]
@@ -316,6 +319,8 @@ def _word(item: Mapping[str, Any], name: str, field: str, number: int) -> str:
     value = item.get(name)
     if value is None:
         return ""
+    if name == "tool_call_id" and type(value) is int:
+        value = str(value)
     if not isinstance(value, str):
         raise RowProblem(f"{field}.{name}", f"{describe(value)} in turn {number}", "be text")
     _check_encodable(value, f"{field}.{name}")

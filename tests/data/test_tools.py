@@ -47,6 +47,9 @@ def test_no_tools(value: Any) -> None:
         json.dumps([ALONE]),
         [{"type": "function", "function": ALONE}],
         [{"type": "function", **ALONE}],
+        ALONE,
+        json.dumps(ALONE),
+        [json.dumps(ALONE)],
     ],
 )
 def test_tools_are_schemas_or_their_text_and_a_function_alone_is_put_into_one(value: Any) -> None:
@@ -71,7 +74,10 @@ def nested(levels: int) -> Any:
 @pytest.mark.parametrize(
     ("value", "found", "expected"),
     [
-        ({"name": "add"}, "an object with columns name", "be a list of JSON schemas"),
+        ({"brand": "x"}, "an object with columns brand", "be a list of JSON schemas"),
+        ([{"brand": "x"}], "an object with columns brand in it", "be a list of JSON schemas"),
+        ([ALONE, {}], "an object with no columns in it", "be a list of JSON schemas"),
+        ('[{"name": "a", "name": "b"}]', "'name' twice", "name each key once"),
         (["add"], "a list of 1", "be a list of JSON schemas"),
         ("[{'name': 'add'}]", "no JSON", "be a list of JSON schemas"),
         ([{"name": "\ud800"}], "half a surrogate pair", "be valid Unicode"),
@@ -106,6 +112,12 @@ def test_calls_are_kept_as_given_and_are_given_in_full() -> None:
     ):
         found = json.loads(for_template(read_calls([none], "m", 1), as_text=False))
         assert found == [{"type": "function", "function": {"name": "now", "arguments": {}}}]
+    # Llama 3's name for them.
+    named = read_calls([{"name": "f", "parameters": {"a": 1}}], "m", 1)
+    assert json.loads(named) == [{"name": "f", "parameters": {"a": 1}}]
+    for as_text_too, arguments in ((False, {"a": 1}), (True, '{"a": 1}')):
+        (found,) = json.loads(for_template(named, as_text=as_text_too))
+        assert found["function"] == {"name": "f", "arguments": arguments}
     # What is text already keeps its spaces.
     text = read_calls([{"function": {"name": "f", "arguments": '{"a":1}'}}], "m", 1)
     assert json.loads(for_template(text, as_text=True))[0]["function"]["arguments"] == '{"a":1}'
@@ -122,6 +134,10 @@ def test_calls_are_kept_as_given_and_are_given_in_full() -> None:
         ([{"name": "add", "arguments": "2"}], "m.arguments", "'2' in turn 2"),
         ([{"name": "add", "arguments": "{'a'"}], "m.arguments", "\"{'a'\" in turn 2"),
         ([{"name": "add", "arguments": [2]}], "m.arguments", "a list of 1 in turn 2"),
+        ([{"name": "add", "arguments": '{"a": 1, "a": 2}'}], "m.arguments", "'a' twice"),
+        ([{"name": "add", "input": {"a": 1}}], "m", "'input' in turn 2"),
+        ([{"name": "add", "parameters": "a"}], "m", "'parameters' in turn 2"),
+        ([{"function": {"name": "add"}, "arguments": {"a": 1}}], "m", "'arguments' in turn 2"),
     ],
 )
 def test_bad_calls(value: Any, field: str, found: str) -> None:
@@ -200,13 +216,32 @@ def test_rows_with_tools() -> None:
     assert (sample(pair).rejected, sample(pair).tools) == ("It rains.", last.tools)
     with pytest.raises(RowProblem, match="rejected must differ from chosen"):
         sample({**pair, "rejected": [CALL]})
+    (given,) = CALL["tool_calls"]
+    text = {**given["function"], "arguments": ' {"days": 2, "city": "Oslo"}'}
+    for same in ({**given, "id": "x"}, given["function"], {"function": text}):
+        with pytest.raises(RowProblem, match="rejected must differ from chosen"):
+            sample({**pair, "rejected": [{"role": "assistant", "tool_calls": [same]}]})
     assert json.loads(sample({"prompt": "hi", "tools": TOOLS}).tools) == TOOLS
     mapped = sample({"q": "hi", "functions": [ALONE]}, prompt="q", tools="functions")
     assert json.loads(mapped.tools)[0]["function"] == ALONE
     assert mapped.columns == {"functions": [ALONE]}
 
 
-@pytest.mark.parametrize("value", [["add", "now"], "add, now", 4])
+def test_a_tool_may_answer_nothing_and_its_number_is_text() -> None:
+    silent = {"role": "tool", "content": "", "tool_call_id": 7}
+    assert sample({"messages": [ASKED, CALL, silent, SAID]}).prompt[-1] == Message(
+        "tool", "", tool_call_id="7"
+    )
+    with pytest.raises(RowProblem, match="have no blank turn"):
+        sample({"messages": [{**ASKED, "content": " "}, CALL, silent, SAID]})
+
+
+BRAND = {"brand": "Bosch"}
+
+
+@pytest.mark.parametrize(
+    "value", [["add", "now"], "add, now", 4, BRAND, [BRAND], [{}], json.dumps([BRAND])]
+)
 def test_a_column_that_lists_no_tools_is_noted_or_refused_where_it_is_mapped(value: Any) -> None:
     found = to_sample({"prompt": "hi", "tools": value}, HERE)
     assert found.sample.tools == ""
