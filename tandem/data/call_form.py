@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.data.changed_json import PROBE
 from tandem.data.template_limits import deadline
+from tandem.data.tools import checked_calls, for_template
 from tandem.errors import DataError
 from tandem.message import Message
 
@@ -98,6 +99,24 @@ class Calls:
         self._name = name
         self._forms: dict[bool, CallForm | None] = {}
         self._losses: dict[tuple[bool, bool, int], str] = {}
+
+    def in_form(self, messages: Sequence[Message], has_tools: bool, where: str) -> list[Message]:
+        """The turns with calls as the template takes them.
+
+        Raises:
+            DataError: as `checked_form`, or calls that are no list of calls.
+        """
+        if not any(m.tool_calls for m in messages):
+            return list(messages)
+        for calls in filter(None, (m.tool_calls for m in messages)):
+            checked_calls(calls)
+        as_text = self.checked_form(messages, has_tools, where).as_text
+        return [
+            replace(m, tool_calls=for_template(m.tool_calls, as_text=as_text))
+            if m.tool_calls
+            else m
+            for m in messages
+        ]
 
     def checked_form(self, messages: Sequence[Message], has_tools: bool, where: str) -> CallForm:
         """The form of the calls in `messages`.

@@ -28,7 +28,6 @@ from tandem.data.own_template import PROBES, OwnTemplate, text_before
 from tandem.data.span_tokenizer import PieceTokenizer, definition_of
 from tandem.data.template import ChatTemplate, Part
 from tandem.data.template_limits import deadline, in_time
-from tandem.data.tools import for_template
 from tandem.data.turns import listed_tools, turns_in
 from tandem.errors import DataError, ModelError
 from tandem.message import Answer, Message, Role, answer_turn
@@ -273,7 +272,9 @@ class Renderer:
         """Whether the template writes nothing of a role's turns; not where it refuses them."""
         try:
             with in_time("probe"):
-                return self._template.hides(self._in_form(messages, "", "probe"), role)
+                return self._template.hides(
+                    self._template.calls.in_form(messages, False, "probe"), role
+                )
         except DataError:
             return False
 
@@ -346,7 +347,7 @@ class Renderer:
                 "Put the user's turn before the answer."
             )
         texts = []
-        messages = self._in_form(messages, tools, visible(str(source)))
+        messages = self._template.calls.in_form(messages, bool(tools), visible(str(source)))
         for message in messages:
             if message.role not in get_args(Role):
                 raise DataError(
@@ -362,18 +363,6 @@ class Renderer:
         if tools:
             tools = changed_tools(tools, change)
         return [changed_turn(m, change) for m in messages], mark, self._template.given(tools, mark)
-
-    def _in_form(self, messages: Sequence[Message], tools: str, where: str) -> list[Message]:
-        """The turns with calls as the template takes them."""
-        if not any(m.tool_calls for m in messages):
-            return list(messages)
-        form = self._template.calls.checked_form(messages, bool(tools), where)
-        return [
-            replace(m, tool_calls=for_template(m.tool_calls, as_text=form.as_text))
-            if m.tool_calls
-            else m
-            for m in messages
-        ]
 
     def _check_text(self, text: str, source: Source) -> None:
         if char := self._control.unwritable(text):

@@ -229,13 +229,18 @@ def turns_in(messages: str | Sequence[Message | Mapping[str, Any]]) -> list[Mess
             calls = read_calls(turn.get("tool_calls"), "tool_calls", number)
             content = turn.get("content")
             content = "" if calls and content is None else content
-            more = (turn.get(name) or "" for name in ("tool_call_id", "name"))
+            more = (_word(turn, name, "messages", number) for name in ("tool_call_id", "name"))
             turn = Message(cast(Role, turn["role"]), cast(str, content), True, calls, *more)
         if not isinstance(turn, Message) or not isinstance(turn.content, str):
             raise DataError(
                 "a prompt must be a text, or turns as Message or mappings of role and content; got "
                 f"{excerpt(repr(turn))}. Write e.g. prompt('Hello') or "
                 "prompt([{'role': 'user', 'content': 'Hello'}])."
+            )
+        if not isinstance(turn.tool_call_id, str) or not isinstance(turn.name, str):
+            raise DataError(
+                f"tool_call_id and name of a turn must be texts; got {turn.tool_call_id!r} and "
+                f"{turn.name!r}. Write them as texts."
             )
         turns.append(turn)
     return turns

@@ -46,6 +46,8 @@ def turn_notes(values: Iterable[Any]) -> list[str]:
     notes = []
     if any(turn.get("train") is True and first_role(turn) != "assistant" for turn in turns):
         notes.append("train true of turns that are not the assistant's is not read")
+    if any(turn.get("tool_calls") and turn.get("function_call") for turn in turns):
+        notes.append("function_call of turns is not read beside tool_calls")
     lost = [name for name in _THOUGHTS if any(says_something(turn.get(name)) for turn in turns)]
     return notes + [
         f"{name} of turns is not rendered: no thoughts are shown or learned but those in content"

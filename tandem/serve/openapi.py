@@ -180,7 +180,9 @@ def _requests(models: list[str]) -> Json:
         **_neutral(),
     }
     refused = _refused(bodies.UNSUPPORTED_CHAT)
-    tools = {"type": ["array", "null"], "items": {"type": "object"}}
+    kinds = {"function": "object", "name": "string", "type": "string"}
+    tool = {"anyOf": [_object({name: {"type": kind}}, name) for name, kind in kinds.items()]}
+    tools = {"type": ["array", "null"], "items": tool}
     ids = {"type": "array", "items": {"type": "integer", "minimum": 0}}
     prompt = [text, {**ids, "minItems": 1},
               {"type": "array", "minItems": 1, "maxItems": bodies.MOST_CHOICES,
@@ -208,11 +210,14 @@ def _requests(models: list[str]) -> Json:
             "messages",
         ),
         "TokenizeRequest": {
-            "anyOf": [_object({"model": model, name: kind, "add_special_tokens": _flag()}, name)
-                      for name, kind in (("prompt", text), ("content", text), ("messages", turns))]
+            "anyOf": [
+                *(_object({"model": model, name: text, "add_special_tokens": _flag()}, name)
+                  for name in ("prompt", "content")),
+                _object({"model": model, "messages": turns, "tools": tools}, "messages"),
+            ]
         },
         "DetokenizeRequest": _object({"model": model, "tokens": ids}, "tokens"),
-        "VoteRequest": _vote(turns),
+        "VoteRequest": _vote(turns, tools),
         **_turn(text),
         "NotSupported": {"enum": [None, False, 0, "", [], {}],
                          "description": "Would change the answer: refused unless empty."},
@@ -241,12 +246,13 @@ def _turn(text: Json) -> Json:
     }
 
 
-def _vote(turns: Json) -> Json:
+def _vote(turns: Json, tools: Json) -> Json:
     numbers = {name: _maybe({"type": "number"}) for name in ("seed", "reward", "kl", "tokens")}
     answer = {"text": {"type": "string"}, "model": _maybe({"type": "string"}), **numbers}
     identity = {"type": "string", "minLength": 1, "maxLength": 100, "pattern": "^[A-Za-z0-9_.:-]+$"}
     return _object(
-        {"id": identity, "messages": turns, "verdict": {"enum": list(votes.VERDICTS)},
+        {"id": identity, "messages": turns, "tools": tools,
+         "verdict": {"enum": list(votes.VERDICTS)},
          "answers": {"type": "array", "minItems": 1, "maxItems": votes.MOST_ANSWERS,
                      "items": _object(answer, "text")},
          "winner": _maybe(_whole(0, votes.MOST_ANSWERS - 1)),

@@ -29,7 +29,7 @@ from tandem.data.shapes import to_sample
 from tandem.files import lock, replace, sync
 from tandem.serve import fields
 from tandem.serve.api_errors import ApiError
-from tandem.serve.bodies import read_messages
+from tandem.serve.bodies import read_messages, read_tools
 from tandem.types import Source
 
 VERDICTS = ("left", "right", "best", "tie", "both_bad", "rewrite")
@@ -53,6 +53,8 @@ def read_vote(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         ApiError: a field is wrong, or training could not read a row.
     """
     row: dict[str, Any] = {"id": _read_id(body.get("id"))}
+    if tools := read_tools(body):
+        row["tools"] = json.loads(tools)
     messages = read_messages(body.get("messages"))
     prompt = [turn.as_dict() for turn in messages]
     verdict = body.get("verdict")
@@ -78,11 +80,12 @@ def read_vote(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _lines_of(vote: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A vote's rows, one per pair that training can read, or one without a pair."""
     first = dict(vote)
-    problem = _unreadable({"prompt": vote["prompt"]})
+    asked = {name: vote[name] for name in ("prompt", "tools") if name in vote}
+    problem = _unreadable(asked)
     if problem is not None:
         raise ApiError(f"messages must be a prompt to train on: {problem}.", "messages")
     pairs = [{"chosen": a, "rejected": b} for a, b in _pairs(vote)]
-    problems = [_unreadable({"prompt": vote["prompt"], **pair}) for pair in pairs]
+    problems = [_unreadable({**asked, **pair}) for pair in pairs]
     readable = [pair for pair, wrong in zip(pairs, problems, strict=True) if wrong is None]
     if pairs and not readable:
         raise ApiError(
@@ -91,7 +94,7 @@ def _lines_of(vote: Mapping[str, Any]) -> list[dict[str, Any]]:
         )
     if not readable:
         return [first]
-    more = [{"prompt": vote["prompt"], **pair, _PART_OF: vote["id"]} for pair in readable[1:]]
+    more = [{**asked, **pair, _PART_OF: vote["id"]} for pair in readable[1:]]
     return [{"prompt": first.pop("prompt"), **readable[0], **first}, *more]
 
 

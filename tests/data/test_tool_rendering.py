@@ -361,3 +361,13 @@ def test_tools_that_are_none_are_refused() -> None:
         renderer.prompt([ASKED], tools="[1]")
     with pytest.raises(DataError, match="tool_calls must be a list of calls"):
         renderer.prompt([ASKED, {"role": "assistant", "tool_calls": [{"id": "1"}]}, RESULT])
+    for calls in ("x", "5"):
+        with pytest.raises(DataError, match="tool_calls must be a list of calls"):
+            renderer.prompt([Message("user", "q"), Message("assistant", "", tool_calls=calls)])
+    with pytest.raises(DataError, match="tool_call_id must be text"):
+        renderer.prompt([ASKED, CALL, {**RESULT, "tool_call_id": [1]}])
+    wrong = Message("tool", "1", tool_call_id=1)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="tool_call_id and name of a turn must be texts; got 1"):
+        renderer.prompt([Message("user", "q"), wrong])
+    seven = {**RESULT, "tool_call_id": 7}
+    assert renderer.prompt([ASKED, CALL, seven]).messages[-1].tool_call_id == "7"

@@ -253,6 +253,13 @@ def test_a_column_that_lists_no_tools_is_noted_or_refused_where_it_is_mapped(val
             to_sample({"prompt": "hi", "tools": like}, HERE)
 
 
+def test_a_second_kind_of_call_in_a_turn_is_noted() -> None:
+    both = {**CALL, "function_call": ADD}
+    note = "function_call of turns is not read beside tool_calls"
+    assert to_sample({"messages": [ASKED, both]}, HERE).notes == (note,)
+    assert to_sample({"messages": [ASKED, CALL]}, HERE).notes == ()
+
+
 def test_rows_with_other_tools_or_calls_are_other_rows() -> None:
     rows = [
         {"messages": [ASKED, CALL, RESULT, SAID]},

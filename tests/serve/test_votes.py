@@ -54,6 +54,16 @@ def test_one_answer_alone_can_be_rewritten() -> None:
         read_vote({**body, "verdict": "left"})
 
 
+def test_a_vote_keeps_the_tools() -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    body = vote(verdict="best", winner=0, tools=tools)
+    body["answers"].append({"text": "Six."})
+    rows = read_vote(body)
+    assert [row["tools"] for row in rows] == [tools, tools]
+    with pytest.raises(ApiError, match="tools must be a list of JSON schemas"):
+        read_vote({**body, "tools": [1]})
+
+
 def test_a_vote_is_a_row_to_train_on(opened: Open, tmp_path: Path) -> None:
     votes = opened(tmp_path / "votes.jsonl")
     for body in (
