@@ -9,7 +9,6 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from tandem.data.answer_places import MOST_TURNS, places
@@ -27,7 +26,8 @@ from tandem.data.default_template import DEFAULT_TEMPLATE
 from tandem.data.excerpt import excerpt
 from tandem.data.own_template import OwnTemplate
 from tandem.data.template_call import TemplateCall
-from tandem.data.template_limits import deadline, require_bounded
+from tandem.data.template_limits import require_bounded
+from tandem.data.template_trial import cause, require_learnable, tried
 from tandem.errors import DataError, ModelError
 from tandem.types import Message
 
@@ -79,6 +79,7 @@ class ChatTemplate:
         own: OwnTemplate | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self.tokenizer_name = str(tokenizer.name_or_path)
         self._advice = "Give the tokenizer another chat_template, or a run --chat-template FILE."
         self.source: str
         if own is not None:
@@ -100,14 +101,14 @@ class ChatTemplate:
         self.calls = Calls(self._rendered, self.name)
         require_bounded(self.source, self.name, self._advice)
         self._template = TemplateCall(tokenizer, self.source)
-        self.opening, self.lead, after = self._probe()
+        self.opening, self.lead, after = tried(self._call, self.name, self._advice)
         self.calls.opening = self.opening
         found = control.find(after)
         self.terminator = after[found[0].start : found[0].end] if found else ""
         self.trail = after[: found[0].start] if found else ""
         self._beyond = after[found[0].end :] if found else after
         if own is not None:
-            self._require_learnable()
+            require_learnable(self, self._call(self.opening, True), self._beyond, self._advice)
 
     def given(self, tools: str, mark: str) -> ChatTemplate:
         """The same for conversations with tools.
@@ -307,55 +308,6 @@ class ChatTemplate:
         other = next((m for i, m in pairs if own[i : i + 1] != [m.token_id]), None)
         return text[other.start : other.end] if other else f"{len(found)} instead of {len(own)}"
 
-    def _probe(self) -> tuple[tuple[Message, ...], str, str]:
-        """Turns that the template accepts; its text before and after an assistant's words."""
-        user, answer = Message("user", "hello"), Message("assistant", PROBE)
-        problem: Exception | None = None
-        # Some templates fail without a system turn, others with one.
-        for opening in ((user,), (Message("system", "hello"), user)):
-            try:
-                with deadline():
-                    prompt = self._call(opening, True)
-                    text = self._call((*opening, answer), False)
-                break
-            except Exception as error:  # a template is a program: it can divide by zero
-                problem = problem or error
-        else:
-            assert problem is not None
-            raise ModelError(
-                f"{self.name} must render a user's and an assistant's turn; got "
-                f"{_cause(problem)}. {self._advice}"
-            ) from problem
-        if not text.startswith(prompt):
-            raise ModelError(
-                f"{self.name} must render an answered prompt as the prompt and then the answer; "
-                f"got {excerpt(prompt[-30:])} at the prompt's end and "
-                f"{excerpt(text[-60:])} with the answer. {self._advice}"
-            )
-        lead, found, after = text[len(prompt) :].partition(PROBE)
-        if not found:
-            raise ModelError(
-                f"{self.name} must write an assistant's words as they are; got "
-                f"{excerpt(text[len(prompt) :])} for {PROBE!r}. {self._advice}"
-            )
-        return opening, lead, after
-
-    def _require_learnable(self) -> None:
-        """Refuse a user's own template that loses the user's words or what ends an answer."""
-        words = self.opening[-1].content
-        if words not in (prompt := self._call(self.opening, True)):
-            raise ModelError(
-                f"{self.name} must write the user's words as they are; got {excerpt(prompt)} for "
-                f"{words!r}. {self._advice}"
-            )
-        if not self.terminator and self._beyond.strip():
-            raise ModelError(
-                f"{self.name} must end an answer with a control token, which training learns; got "
-                f"{excerpt(self._beyond)}, which is plain text to tokenizer "
-                f"{self._tokenizer.name_or_path!r}. Write {{{{ eos_token }}}} there, or add the "
-                "token to the tokenizer and the model."
-            )
-
     def render(self, messages: tuple[Message, ...], prompt: bool, where: str) -> str:
         """The text of turns, with `prompt` up to where the assistant begins.
 
@@ -366,7 +318,7 @@ class ChatTemplate:
             return self._call(messages, prompt)
         except Exception as error:  # as in `_probe`
             raise DataError(
-                f"{where}: turns must suit the {self.name}; got {_cause(error)} from "
+                f"{where}: turns must suit the {self.name}; got {cause(error)} from "
                 f"it for {_roles(messages)}. Reorder or remove turns."
             ) from error
 
@@ -380,12 +332,6 @@ class ChatTemplate:
         if len(text) > room + _INDENTED * written:
             raise ValueError(f"{len(text)} characters, more than {room + _INDENTED * written}")
         return text
-
-
-def _cause(error: Exception) -> str:
-    """What went wrong in a template; its own message (raise_exception) without a class."""
-    known = isinstance(error, TemplateError)
-    return excerpt(str(error) if known else f"{type(error).__name__}: {error}", 200)
 
 
 def _roles(messages: Sequence[Message], limit: int = 20) -> str:
