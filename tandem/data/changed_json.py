@@ -8,6 +8,7 @@ else is data, names of parameters too.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -36,13 +37,18 @@ class Change:
     """What becomes of text.
 
     text: of a text. names: of names that stand in one object, in order. identity: of a call's id.
-    number: of a number.
+    number: of a number. kind: of a function's name and of a tool's type; None: as of a text.
     """
 
     text: Callable[[str], str]
     names: Callable[[Sequence[str]], Mapping[str, str]]
     identity: Callable[[str], str]
     number: Callable[[Any], Any] = lambda number: number
+    kind: Callable[[str], str] | None = None
+
+    def of(self, key: str, value: str) -> str:
+        """What becomes of the text under a key of a tool or of a call."""
+        return self.kind(value) if self.kind and key in ("name", "type") else self.text(value)
 
 
 def each(change: Callable[[str], str]) -> Change:
@@ -70,6 +76,53 @@ NEUTRAL = Change(neutral_text, _neutral_names, _neutral_identity, lambda number:
 """All of it replaced, so that only the structure is left."""
 
 
+_EQUALS = "\0"
+_IDENTIFIER = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def _neutral_kind(text: str) -> str:
+    """A neutral word that, in `as_compared`, equals an identifier."""
+    return f"{PROBE}{_EQUALS}{text}" if _IDENTIFIER.fullmatch(text) else neutral_text(text)
+
+
+COMPARED = replace(NEUTRAL, kind=_neutral_kind)
+"""The same, but functions' names and tools' types may be compared: a template may write control
+tokens for the function python."""
+
+
+class _Compared(str):
+    """A text that is written as one word and equals another."""
+
+    equals: str
+
+    def __eq__(self, other: object) -> bool:
+        return self.equals == other
+
+    def __ne__(self, other: object) -> bool:
+        return self.equals != other
+
+    def __hash__(self) -> int:
+        return hash(self.equals)
+
+
+def as_compared(value: Any) -> Any:
+    """Parsed JSON with neutral words for names that equal what they stand for."""
+    if isinstance(value, dict):
+        return {key: as_compared(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [as_compared(item) for item in value]
+    if not isinstance(value, str) or not value.startswith(PROBE + _EQUALS):
+        return value
+    word = _Compared(PROBE)
+    word.equals = value.removeprefix(PROBE + _EQUALS)
+    return word
+
+
+def has_compared(text: str) -> bool:
+    """Whether JSON text has such words."""
+    return json.dumps(PROBE + _EQUALS)[1:-1] in text
+
+
 def changed_tools(tools: str, change: Change) -> str:
     """Tools as JSON text, with a change of all that is data in them."""
     return _dumped([_schema(tool, change) for tool in json.loads(tools)])
@@ -90,17 +143,20 @@ def changed_turn(turn: Message, change: Change) -> Message:
     )
 
 
-def neutral_turns(turns: Iterable[Message], *, distinct: bool) -> tuple[Message, ...]:
+def neutral_turns(
+    turns: Iterable[Message], *, distinct: bool, change: Change = NEUTRAL
+) -> tuple[Message, ...]:
     """The turns with neutral words.
 
     Args:
+        change: NEUTRAL or COMPARED.
         distinct: different words for different ones. A template may write tools where it finds a
             turn that equals the last of the user's.
     """
     numbers: dict[str, int] = {}
     neutral = []
     for turn in turns:
-        new = _neutral_turn(turn)
+        new = _neutral_turn(turn, change)
         if distinct and new.content == PROBE:
             number = numbers.setdefault(turn.content, len(numbers))
             new = replace(new, content=f"{PROBE}{number}")
@@ -108,16 +164,16 @@ def neutral_turns(turns: Iterable[Message], *, distinct: bool) -> tuple[Message,
     return tuple(neutral)
 
 
-def _neutral_turn(turn: Message) -> Message:
+def _neutral_turn(turn: Message, change: Change) -> Message:
     if turn.tool_calls or turn.tool_call_id or turn.name:
-        return changed_turn(turn, NEUTRAL)
+        return changed_turn(turn, change)
     return Message(turn.role, neutral_text(turn.content))
 
 
 @lru_cache(maxsize=256)
-def neutral_tools(tools: str) -> str:
+def neutral_tools(tools: str, change: Change = NEUTRAL) -> str:
     """Tools of the same structure with neutral words."""
-    return changed_tools(tools, NEUTRAL)
+    return changed_tools(tools, change)
 
 
 def texts_of(turn: Message) -> list[str]:
@@ -149,11 +205,14 @@ def _dumped(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _schema(value: Any, change: Change, names: Mapping[str, str] | None = None) -> Any:
+def _schema(
+    value: Any, change: Change, names: Mapping[str, str] | None = None, key: str = ""
+) -> Any:
     """A part of a JSON schema, or data in one.
 
     Args:
         names: what became of the names of the properties beside it.
+        key: under which it is.
     """
     if isinstance(value, dict):
         others = change.names([key for key in value if key not in _KEYWORDS])
@@ -166,7 +225,7 @@ def _schema(value: Any, change: Change, names: Mapping[str, str] | None = None) 
     if isinstance(value, list):
         return [_schema(item, change, names) for item in value]
     if isinstance(value, str):
-        return names[value] if names and value in names else change.text(value)
+        return names[value] if names and value in names else change.of(key, value)
     return value if isinstance(value, bool) or value is None else change.number(value)
 
 
@@ -178,7 +237,7 @@ def _of_key(key: str, value: Any, change: Change, names: Mapping[str, str]) -> A
         kinds = value if isinstance(value, list) else [value]
         if all(isinstance(kind, str) and kind.lower() in _TYPES for kind in kinds):
             return value
-    return _schema(value, change, names if key == "required" else None)
+    return _schema(value, change, names if key == "required" else None, key)
 
 
 def _call(call: dict[str, Any], change: Change) -> Any:
@@ -191,6 +250,8 @@ def _call(call: dict[str, Any], change: Change) -> Any:
             made[key] = change.identity(value)
         elif key == "type" and value == "function":
             made[key] = value
+        elif key in ("name", "type") and isinstance(value, str):
+            made[key] = change.of(key, value)
         else:
             made[others.get(key, key)] = _data(value, change)
     return made

@@ -7,9 +7,11 @@ the text on both sides of the mark is tokenized separately, and the mark itself 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, pairwise
 
 from transformers import PreTrainedTokenizerBase
@@ -116,6 +118,23 @@ class ControlTokens:
 
 
 def free_mark(texts: Sequence[str]) -> str:
-    """A private-use character that is in none of `texts`."""
+    """A private-use character that is in none of `texts`, nor escaped."""
     marks = map(chr, chain.from_iterable(_PRIVATE_USE))
-    return next(mark for mark in marks if not any(mark in text for text in texts))
+    return next(
+        mark
+        for mark in marks
+        if not any(form in text for form in (mark, *_escaped(mark)) for text in texts)
+    )
+
+
+def unescaped(text: str, mark: str) -> str:
+    """`text` with the mark itself where Python's `repr` or JSON in ASCII wrote it: a template may
+    print a list."""
+    for form in _escaped(mark):
+        text = text.replace(form, mark)
+    return text
+
+
+@cache
+def _escaped(mark: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((repr(mark)[1:-1], json.dumps(mark)[1:-1])))

@@ -362,7 +362,9 @@ class Renderer:
         change = each(partial(self._control.cut, mark=mark))
         if tools:
             tools = changed_tools(tools, change)
-        return [changed_turn(m, change) for m in messages], mark, self._template.given(tools, mark)
+        has_more = tools or any(m.tool_calls for m in messages)
+        template = self._template.given(tools, mark if has_more else "")
+        return [changed_turn(m, change) for m in messages], mark, template
 
     def _check_text(self, text: str, source: Source) -> None:
         if char := self._control.unwritable(text):

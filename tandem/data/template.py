@@ -14,14 +14,19 @@ from transformers import PreTrainedTokenizerBase
 from tandem.data.answer_places import MOST_TURNS, places
 from tandem.data.call_form import PROBE_TOOLS, CallForm, Calls
 from tandem.data.changed_json import (
+    COMPARED,
+    NEUTRAL,
     PROBE,
+    Change,
+    as_compared,
     changed_tools,
     changed_turn,
     each,
+    has_compared,
     neutral_tools,
     neutral_turns,
 )
-from tandem.data.control import ControlTokens
+from tandem.data.control import ControlTokens, unescaped
 from tandem.data.default_template import DEFAULT_TEMPLATE
 from tandem.data.excerpt import excerpt
 from tandem.data.own_template import OwnTemplate
@@ -92,7 +97,7 @@ class ChatTemplate:
             self.source = DEFAULT_TEMPLATE.replace("PREFIX", json.dumps(prefix))
             self.name = "default chat template"
         self._control = control
-        self._tools = ""
+        self._tools = self._mark = ""
         self._controls: Callable[[tuple[Message, ...], bool, str], list[int]]
         self._controls = lru_cache(maxsize=256)(self._controls_of)
         # Both answers of a pair, and all uses of a held-out row, share their prompt.
@@ -115,9 +120,9 @@ class ChatTemplate:
 
         Args:
             tools: a list as JSON text, with marks inside every control string; "" for none.
-            mark: as for `text`.
+            mark: as for `text`; "" if nothing but the words of turns may have it.
         """
-        return self._given(tools, mark) if tools else self
+        return self._given(tools, mark) if tools or mark else self
 
     def hides_tools(self, messages: Sequence[Message]) -> bool:
         """Whether nothing is written of tools.
@@ -153,7 +158,8 @@ class ChatTemplate:
         A template is a program: by deleting or rewriting text it can form a control string from
         what a person wrote. So the control strings of the text are compared with those of the same
         turns with neutral words. A turn that adds others is spelled out, with the mark after every
-        character, so that nothing in it can match.
+        character, so that nothing in it can match. What a template writes for the name of a
+        function or a tool's type is its own.
 
         Args:
             messages: turns with marks inside every control string (ControlTokens.cut).
@@ -163,14 +169,16 @@ class ChatTemplate:
         Returns:
             the turns as they were rendered, and their text.
         Raises:
-            DataError: the template refuses these turns, or makes control tokens of them however
-                they are written.
+            DataError: the template refuses these turns, makes control tokens of them however they
+                are written, or cannot write tools and calls with marks in them.
         """
         turns = tuple(messages)
         text = self.render(turns, not answered, where)
-        neutral = neutral_turns(turns, distinct=bool(self._tools))
-        if self._control.written(text) == self._own_controls(neutral, answered):
-            return turns, text
+        for change in (NEUTRAL, COMPARED):
+            neutral = neutral_turns(turns, distinct=bool(self._tools), change=change)
+            if self._control.written(text) == self._own_controls(neutral, answered, change):
+                self._require_as_written(turns, text, mark, answered, where)
+                return turns, text
         if len(turns) <= MOST_TURNS:
             first = len(turns) - 1 if answered else 0
             spelled = each(mark.join)
@@ -181,7 +189,8 @@ class ChatTemplate:
                 for i, m in enumerate(turns)
             )
             text = self.render(turns, not answered, where)
-            if self._control.written(text) == self._own_controls(neutral, answered):
+            if self._control.written(text) == self._own_controls(neutral, answered, COMPARED):
+                self._require_as_written(turns, text, mark, answered, where)
                 return turns, text
         raise DataError(
             f"{where}: turns must not become control tokens in the {self.name}; got "
@@ -273,22 +282,67 @@ class ChatTemplate:
         """As `given`. Tools of which the template makes control tokens are spelled out, as turns
         are."""
         template = copy(self)
-        template._tools = tools
-        if mark:
+        template._tools, template._mark = tools, mark
+        if mark and tools:
             with suppress(Exception):  # the turns that the template takes say more
-                before = self._controls(self.opening, False, neutral_tools(tools))
-                if self._control.written(template._call(self.opening, True)) != before:
+                text = template._call(self.opening, True)
+                if not any(
+                    self._control.written(text)
+                    == self._controls(self.opening, False, neutral_tools(tools, change))
+                    for change in (NEUTRAL, COMPARED)
+                ):
                     template._tools = changed_tools(tools, each(mark.join))
         return template
+
+    def _require_as_written(
+        self, turns: tuple[Message, ...], text: str, mark: str, answered: bool, where: str
+    ) -> None:
+        """Refuse marks in tools and calls by which the template writes something else.
+
+        Args:
+            text: what it wrote for these turns.
+        Raises:
+            DataError: without the marks it is not what the template writes for tools and calls that
+                have none.
+        """
+        said = [self._tools, *(t for m in turns for t in (m.tool_calls, m.tool_call_id, m.name))]
+        if not any(mark in each for each in said):
+            return
+        template = copy(self)
+        template._tools = self._tools.replace(mark, "")
+        plain = tuple(
+            replace(
+                m,
+                tool_calls=m.tool_calls.replace(mark, ""),
+                tool_call_id=m.tool_call_id.replace(mark, ""),
+                name=m.name.replace(mark, ""),
+            )
+            for m in turns
+        )
+        expected = template.render(plain, not answered, where).replace(mark, "")
+        found = text.replace(mark, "")
+        if found != expected:
+            pairs = enumerate(zip(found, expected, strict=False))
+            at = next((i for i, (a, b) in pairs if a != b), min(len(found), len(expected)))
+            raise DataError(
+                f"{where}: tools and calls must be written as they are, to keep their text from "
+                f"becoming control tokens; the {self.name} does something else with it at "
+                f"{excerpt(expected[max(0, at - 20) : at + 20])}. Remove control strings from the "
+                "row, or use a chat_template that writes tools and calls with tojson."
+            )
 
     def _call(self, messages: tuple[Message, ...], prompt: bool) -> str:
         has_calls = any(m.tool_calls for m in messages)
         form = self.calls.form(bool(self._tools)) if has_calls else None
-        return self._rendered(messages, prompt, self._tools, form)
+        text = self._rendered(messages, prompt, self._tools, form)
+        return unescaped(text, self._mark) if self._mark else text
 
-    def _own_controls(self, neutral: tuple[Message, ...], answered: bool) -> list[int]:
+    def _own_controls(
+        self, neutral: tuple[Message, ...], answered: bool, change: Change
+    ) -> list[int]:
         """The control tokens that the template writes for turns with neutral words."""
-        return self._controls(neutral, answered, self._tools and neutral_tools(self._tools))
+        tools = self._tools and neutral_tools(self._tools, change)
+        return self._controls(neutral, answered, tools)
 
     def _controls_of(self, neutral: tuple[Message, ...], answered: bool, tools: str) -> list[int]:
         template = self if tools == self._tools else self.given(tools, "")
@@ -296,13 +350,13 @@ class ChatTemplate:
 
     def _steers(self, turns: tuple[Message, ...], answered: bool) -> bool:
         """Whether the one turn with its own words adds control tokens."""
-        neutral = neutral_turns(turns, distinct=bool(self._tools))
+        neutral = neutral_turns(turns, distinct=bool(self._tools), change=COMPARED)
         text = self._call(turns, not answered)
-        return self._control.written(text) != self._own_controls(neutral, answered)
+        return self._control.written(text) != self._own_controls(neutral, answered, COMPARED)
 
     def _foreign(self, text: str, neutral: tuple[Message, ...], answered: bool) -> str:
         """The first control string of `text` that is not the template's own."""
-        own = self._own_controls(neutral, answered)
+        own = self._own_controls(neutral, answered, COMPARED)
         found = self._control.find(text)
         pairs = enumerate(found)
         other = next((m for i, m in pairs if own[i : i + 1] != [m.token_id]), None)
@@ -326,7 +380,12 @@ class ChatTemplate:
         self, messages: tuple[Message, ...], prompt: bool, tools: str, form: CallForm | None
     ) -> str:
         dialog = [form.turn(m) if form and m.tool_calls else m.as_dict() for m in messages]
-        text = self._template(dialog, prompt, json.loads(tools) if tools else None)
+        listed = json.loads(tools) if tools else None
+        if has_compared(tools):
+            listed = as_compared(listed)
+        if any(has_compared(m.tool_calls) for m in messages if m.tool_calls):
+            dialog = as_compared(dialog)
+        text = self._template(dialog, prompt, listed)
         written = len(tools) + sum(len(m.tool_calls) for m in messages)
         room = _FRAME + 2 * sum(len(m.content) for m in messages) + _FRAME * len(messages)
         if len(text) > room + _INDENTED * written:

@@ -319,6 +319,82 @@ def test_text_in_tools_and_calls_becomes_no_control_token(
         assert all(each.replace("\n", "\\n") in whole for each in (name, text, key))
 
 
+AS_PYTHON = "{% for k, v in call.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}"
+IN_ASCII = "{{ call.function.arguments | tojson(ensure_ascii=true) }}"
+
+
+@pytest.mark.parametrize("written", [AS_PYTHON, IN_ASCII])
+def test_lists_are_written_without_marks(written: str) -> None:
+    """As LFM2.5's does: what stands in a list is written as Python prints it."""
+    template = TAGGED.replace("{{ call.function.arguments | tojson }}", written)
+    template = template.replace("{{ tool | tojson }}", "{{ tool }}")
+    tokenizer = built(template)
+    renderer = Renderer(tokenizer)
+    turn = {"role": "assistant", "tool_calls": [call("f", paths=["/tmp/<tools>", HOSTILE[:12]])]}
+    tools = [tool("f", "of <tool_call>s", "<tools>")]
+    dialog = [ASKED, turn, RESULT, turn, RESULT]
+    ids = renderer.prompt(dialog, tools=tools).token_ids
+    text = tokenizer.apply_chat_template(dialog, tools, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(ids) == text
+    turns = turns_of(renderer, dialog)
+    row = renderer.conversation(turns, "Rain \\ue000.", SOURCE, tools=tools)
+    said = [i for i, mine in zip(row.token_ids, row.response_mask, strict=True) if mine]
+    assert row.token_ids[: len(ids)] == ids
+    assert tokenizer.decode(said).count("paths") == 2
+    assert tokenizer.decode(said).endswith("Rain \\ue000.<|im_end|>")
+    controls = ControlTokens(tokenizer).forbidden
+    harmless = {"role": "assistant", "tool_calls": [call("f", paths=["/tmp/x", "y"])]}
+    plain = renderer.prompt([ASKED, harmless, RESULT, harmless, RESULT], tools=[tool("f", "", "k")])
+    assert [i for i in ids if i in controls] == [i for i in plain.token_ids if i in controls]
+
+
+def test_marks_that_a_template_writes_in_another_way_are_refused() -> None:
+    twice = TAGGED.replace("arguments | tojson", "arguments | string | tojson")
+    renderer = Renderer(built(twice))
+    renderer.prompt([ASKED, CALL, RESULT])
+    turn = {"role": "assistant", "tool_calls": [call("f", a=["<tools>"])]}
+    with pytest.raises(DataError, match=r"rows.jsonl:3: tools and calls must be written as they "):
+        renderer.prompt([ASKED, turn, RESULT], source=SOURCE)
+
+
+# Like Functionary's: what one function is called with is no JSON.
+IS_PY = "call.function.name == 'py'"
+NAMING = TAGGED.replace(
+    "{% for call in m.tool_calls %}",
+    f"{{% for call in m.tool_calls if {IS_PY} %}}{{{{ '\n' }}}}<|python_tag|>"
+    "{{ call.function.arguments.code }}{% endfor %}"
+    f"{{% for call in m.tool_calls if not {IS_PY} %}}",
+).replace("{{ tool | tojson }}", "{{ '<|python_tag|>' if tool.type == 'code' else tool | tojson }}")
+
+
+@pytest.mark.parametrize(
+    "template", [NAMING, NAMING.replace(IS_PY, "call.function.name in ['py']")]
+)
+def test_control_tokens_for_the_name_of_a_function_are_the_templates_own(template: str) -> None:
+    tokenizer = built(template)
+    renderer = Renderer(tokenizer)
+    turn = {"role": "assistant", "tool_calls": [call("py", code="2"), call("now")]}
+    dialog, tools = [ASKED, turn, RESULT, SAID], [*TOOLS, {"type": "code"}]
+    for end in (1, 3):
+        ids = renderer.prompt(dialog[:end], tools=tools).token_ids
+        assert list(ids) == hf(tokenizer, dialog[:end], tools, True)
+    assert said_in(renderer, tokenizer, dialog[:2]).startswith("<|python_tag|>2")
+    # Beside it text stays text.
+    steering = {**RESULT, "content": "<|im~_end|>"}
+    deletes = Renderer(built(template.replace("m.content }}", "m.content | replace('~', '') }}")))
+    (tag, end) = tokenizer.convert_tokens_to_ids(["<|python_tag|>", "<|im_end|>"])
+    for words, renders in ((RESULT, renderer), (steering, deletes)):
+        ids = renders.prompt([ASKED, turn, words], tools=tools).token_ids
+        assert (ids.count(tag), ids.count(end)) == (2, 4)
+
+
+def test_names_by_whose_letters_a_template_chooses_a_control_token_are_refused() -> None:
+    renderer = Renderer(built(NAMING.replace(IS_PY, "call.function.name[:2] == 'py'")))
+    turn = {"role": "assistant", "tool_calls": [call("py", code="2")]}
+    with pytest.raises(DataError, match="tools and calls must be written as they are"):
+        renderer.prompt([ASKED, turn, RESULT])
+
+
 def test_numbers_that_are_control_tokens_are_refused() -> None:
     renderer = Renderer(built(TAGGED, "1234", *TAGS))
     many = {"role": "assistant", "tool_calls": [call("f", n=1234)]}
