@@ -313,27 +313,20 @@ class Renderer:
         if self._last is None or self._last[0] != key:
             shown, text = template.text(turns, mark, where)
             parts = template.parts(shown, text, where, every_answer=every_answer)
-            ids, mask = self._encode(parts, mark, where, turns if every_answer else ())
+            ids, mask = self._encode(parts, mark, where)
             self._last = (key, _BeforeAnswer(shown, text, ids, mask))
         return self._last[1]
 
-    def _encode(
-        self, parts: Sequence[Part], mark: str, where: str, turns: Sequence[Message] = ()
-    ) -> tuple[list[int], list[bool]]:
-        """Ids of the parts and, per id, whether it is the assistant's and to be learned.
-
-        Args:
-            turns: the conversation, if every assistant turn of it has its part.
-        """
+    def _encode(self, parts: Sequence[Part], mark: str, where: str) -> tuple[list[int], list[bool]]:
+        """Ids of the parts and, per id, whether it is the assistant's and to be learned."""
         ids: list[int] = []
         mask: list[bool] = []
-        learned = iter([turn.learned for turn in turns if turn.role == "assistant"])
         for part in parts:
             new = self._pieces.encode(part.text, mark, part.before, where)
             if part.answer:
                 new.append(self.terminator_id)
             ids += new
-            mask += [part.answer and next(learned, True)] * len(new)
+            mask += [part.answer and part.learned] * len(new)
         return ids, mask
 
     def _cut(

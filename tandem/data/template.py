@@ -48,11 +48,13 @@ class Part:
 
     answer: the assistant wrote it, and its terminator follows (it is not in `text`).
     before: the end of the text before it, long enough for any control string.
+    learned: as the turn's, if it is an answer.
     """
 
     text: str
     answer: bool
     before: str
+    learned: bool = True
 
 
 class ChatTemplate:
@@ -206,7 +208,7 @@ class ChatTemplate:
             prompt: the text of the turns before the last.
         Raises:
             ModelError: the template does not put the answer right after the prompt.
-            DataError: the same, of an answer with calls.
+            DataError: the same, in a conversation with tools or calls.
         """
         end = self.answer_end(text, prompt, messages[-1])
         if end is None and messages[-1].tool_calls:
@@ -217,7 +219,7 @@ class ChatTemplate:
                 "chat_template."
             )
         if end is None:
-            raise ModelError(
+            raise self._error_of(messages)(
                 f"{self.name} must render an answered prompt as the prompt, the answer and "
                 f"{excerpt(self.trail + self.terminator + self._beyond)}; got something else for "
                 f"{where} after {excerpt(prompt[-30:])}. {self._advice}"
@@ -230,14 +232,14 @@ class ChatTemplate:
         """The prompt's text, cut where earlier answers begin and end.
 
         Some templates rewrite earlier turns (they drop the reasoning). Such a turn is not what the
-        assistant wrote and becomes part of the prompt, unless `every_answer`.
+        assistant wrote and becomes part of the prompt, unless `every_answer`, if it is `learned`.
 
         Args:
             text: the text of these turns, up to where the assistant begins.
         Raises:
             DataError: the template refuses these turns.
-            ModelError: `every_answer`, and the template rewrites an earlier turn; a DataError if
-                that calls tools, or there are tools.
+            ModelError: `every_answer`, and the template rewrites an earlier turn that is learned; a
+                DataError if there are tools or calls.
         """
         answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
         if answers[:1] == [0]:
@@ -249,17 +251,16 @@ class ChatTemplate:
         cursor = 0
         for i, placed in zip(answers, places(self, messages, answers, text, where), strict=True):
             if placed is None:
-                if every_answer:
-                    # Most templates take tools in another way, or not: others' rows can be used.
-                    has_tools = self._tools or messages[i].tool_calls
-                    raise (DataError if has_tools else ModelError)(
+                if every_answer and messages[i].learned:
+                    raise self._error_of(messages)(
                         f"{self.name} must render earlier turns as it did at first; got a "
-                        f"rewrite of turn {i + 1} in {where}. Train on the last turn alone. "
-                        f"{self._advice}"
+                        f"rewrite of turn {i + 1} in {where}. Give the turn weight 0, to show it "
+                        f"and not learn it, in a row that ends with a later answer. {self._advice}"
                     )
                 continue
             parts.append(self._part(text, cursor, placed.start, False))
-            parts.append(self._part(text, placed.start, placed.end, True))
+            answer = self._part(text, placed.start, placed.end, True)
+            parts.append(replace(answer, learned=messages[i].learned))
             cursor = placed.end + len(self.terminator)
             if not self.terminator and text.startswith(self._tokenizer.eos_token, placed.end):
                 cursor += len(self._tokenizer.eos_token)
@@ -273,6 +274,12 @@ class ChatTemplate:
         if room < 0 or not text.startswith(prompt) or not text.endswith(after):
             return None
         return len(prompt) + room + len(trail)
+
+    def _error_of(self, messages: Sequence[Message]) -> type[DataError | ModelError]:
+        """Whose fault it is: most templates take tools and calls in another way, or not, so that
+        other rows can be used."""
+        has_tools = self._tools or any(m.tool_calls or m.role == "tool" for m in messages)
+        return DataError if has_tools else ModelError
 
     def _part(self, text: str, start: int, end: int, answer: bool) -> Part:
         before = text[max(0, start - self._control.longest) : start]
@@ -299,25 +306,19 @@ class ChatTemplate:
     ) -> None:
         """Refuse marks in tools and calls by which the template writes something else.
 
-        Args:
-            text: what it wrote for these turns.
         Raises:
             DataError: without the marks it is not what the template writes for tools and calls that
                 have none.
         """
-        said = [self._tools, *(t for m in turns for t in (m.tool_calls, m.tool_call_id, m.name))]
+        names = ("tool_calls", "tool_call_id", "name")
+        said = [self._tools, *(getattr(turn, name) for turn in turns for name in names)]
         if not any(mark in each for each in said):
             return
         template = copy(self)
         template._tools = self._tools.replace(mark, "")
         plain = tuple(
-            replace(
-                m,
-                tool_calls=m.tool_calls.replace(mark, ""),
-                tool_call_id=m.tool_call_id.replace(mark, ""),
-                name=m.name.replace(mark, ""),
-            )
-            for m in turns
+            replace(turn, **{name: getattr(turn, name).replace(mark, "") for name in names})
+            for turn in turns
         )
         expected = template.render(plain, not answered, where).replace(mark, "")
         found = text.replace(mark, "")

@@ -380,6 +380,9 @@ def test_a_template_that_rewrites_history() -> None:
     assert renderer.decode(answer) == "three"
     with pytest.raises(ModelError, match=r"must render earlier turns as .* turn 2 in rows.jsonl:3"):
         renderer.conversation(list(TURNS), "three", SOURCE)
+    # A turn that is not learned need not be found.
+    shown = [replace(turn, learned=False) for turn in TURNS]
+    assert renderer.conversation(shown, "three", SOURCE) == row
 
 
 @pytest.mark.parametrize(
