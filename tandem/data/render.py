@@ -281,11 +281,12 @@ class Renderer:
     def hides_tools(self, messages: Sequence[Message]) -> bool:
         """Whether the template writes nothing of tools for turns like these."""
         asked = [m for m in messages if m.role in ("system", "user")]  # it may refuse calls
-        found = []
-        for turns in (asked, self._template.opening):
+        system = [m for m in asked if m.role == "system"]
+        users = [m for m in asked if m.role == "user"]
+        for turns in (asked, [*system, *users[-1:]], self._template.opening):  # or two of one role
             with suppress(DataError), in_time("probe"):
-                found.append(self._template.hides_tools(turns))
-        return bool(found) and all(found)
+                return self._template.hides_tools(turns)
+        return False
 
     def spelled(self, text: str) -> list[str]:
         """The control strings in someone's text, in order; they are encoded as plain text."""

@@ -12,27 +12,34 @@ from tandem.data.ledger import Ledger
 from tandem.data.render import Renderer
 from tandem.types import Sample
 
-_NO_TOOLS = "column tools is not shown: the chat template leaves it out"
 _ALWAYS_SHOWN = {"user", "assistant"}
 
 
-def note_unshown(samples: Iterable[Sample], renderer: Renderer, ledger: Ledger) -> None:
+def note_unshown(
+    samples: Iterable[Sample], renderer: Renderer, ledger: Ledger, reader: str = ""
+) -> None:
     """Note in the ledger how many rows have turns or tools that no model will see.
 
     Args:
         samples: of the ledger's data sets; one that comes again by its weight counts once.
+        reader: the model whose renderer it is, if it has a template of its own.
     """
+    shown = f"shown to {reader}: its" if reader else "shown: the"
     hidden: dict[str, bool] = {}
-    hides_tools: bool | None = None
+    hides_tools: dict[tuple[bool, bool], bool] = {}
     for sample in {id(sample): sample for sample in samples}.values():
         for role in sorted({turn.role for turn in sample.prompt} - _ALWAYS_SHOWN):
             if role not in hidden:
                 hidden[role] = renderer.hides(sample.prompt, role)
             if hidden[role]:
-                note = f"{role} turns are not shown: the chat template leaves them out"
+                note = f"{role} turns are not {shown} chat template leaves them out"
                 ledger.datasets[sample.source.dataset].notes[note] += 1
         if sample.tools:
-            if hides_tools is None:
-                hides_tools = renderer.hides_tools(sample.prompt)
-            if hides_tools:
-                ledger.datasets[sample.source.dataset].notes[_NO_TOOLS] += 1
+            # A template may have a place for them in the system turn, or beside the user's first.
+            roles = [turn.role for turn in sample.prompt]
+            kind = ("system" in roles, roles.count("user") > 1)
+            if kind not in hides_tools:
+                hides_tools[kind] = renderer.hides_tools(sample.prompt)
+            if hides_tools[kind]:
+                note = f"column tools is not {shown} chat template leaves it out"
+                ledger.datasets[sample.source.dataset].notes[note] += 1

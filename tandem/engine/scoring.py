@@ -76,7 +76,7 @@ class RewardScorer:
             rollout.prompts, rollout.responses, rollout.finished.tolist(), strict=True
         ):
             row = self.renderer.conversation(
-                prompt.messages, response, prompt.source, tools=prompt.tools
+                prompt.messages, response, prompt.source, last_turn_only=True, tools=prompt.tools
             )
             # An answer that was cut off must not get a terminator.
             rows.append(row if finished else _without_end(row))

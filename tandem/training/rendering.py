@@ -54,6 +54,8 @@ class _Form(Generic[Row]):
     fit: Callable[[Row], Fitted[Row]]
 
 
+_ANY = "yes"
+"""Some answer, before there are others."""
 _Work = tuple[Sample, _Form[Any]]
 
 
@@ -200,6 +202,25 @@ class Rendering:
         form = _Form(render, shorten)
         return self._rows([(s, form) for s in samples if s.prompt], renderer, use, room)
 
+    def readable(
+        self, samples: Sequence[Sample], judges: Sequence[Renderer], use: str | None
+    ) -> list[Sample]:
+        """Those whose answers the judges, reward models with templates of their own, can read: some
+        templates write no calls."""
+
+        def render(sample: Sample, renderer: RendersRows) -> Sample:
+            renderer.conversation(sample.prompt, _ANY, sample.source, True, sample.tools)
+            return sample
+
+        form = _Form[Any](render, lambda sample: Fitted(sample, "kept"))
+        for judge in judges:
+            asked = [sample for sample in samples if _has_tools(sample)]
+            read = {
+                id(sample) for sample in self._rows([(s, form) for s in asked], judge, use, None)
+            }
+            samples = [s for s in samples if not _has_tools(s) or id(s) in read]
+        return list(samples)
+
     def _grade(self) -> _Form[GradedRow]:
         def render(sample: Sample, renderer: RendersRows) -> GradedRow:
             assert sample.grade is not None
@@ -271,6 +292,10 @@ class Rendering:
             said = one_line(error)
             self._rejection = f"the tokenizer or its template cannot take it; the first: {said}"
         return self._rejection
+
+
+def _has_tools(sample: Sample) -> bool:
+    return bool(sample.tools) or any(t.tool_calls or t.role == "tool" for t in sample.prompt)
 
 
 def _is_pair(sample: Sample) -> bool:

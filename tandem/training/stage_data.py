@@ -12,6 +12,7 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from tandem.config.schema import RunConfig, rl_section
+from tandem.config.scoring import weighted_models
 from tandem.config.stages import Stage, in_order, leaving
 from tandem.data.assign import Dataset
 from tandem.data.dataset import load_data, load_text
@@ -149,12 +150,18 @@ def prepare_rows(config: RunConfig, policy: str, reward: str, *, shuffle: bool =
     rows = (*data.texts, *data.pairs, *data.prompts, *data.heldout, *ptx.texts, *ptx.heldout)
     note_spelled(rows, renderer, data.ledger)
     note_unshown(rows, renderer, data.ledger)
+    judges = _judges(config, renderer, reward_renderer, own)
+    for judge in judges:
+        note_unshown((*data.prompts, *data.heldout), judge, data.ledger, "the reward model")
     prompts: list[PromptRow] = []
     if "prompts" in shares:
-        prompts = render.prompts(data.prompts, renderer, "prompts")
+        asked = render.readable(data.prompts, judges, "prompts")
+        prompts = render.prompts(asked, renderer, "prompts")
     elif "reward model" in readers:  # prompts to normalize the scores on: PPO's, or the pairs' own
-        prompts = render.prompts(data.prompts or data.pairs, renderer, None, prompt_room)
+        asked = render.readable(data.prompts or data.pairs, judges, None)
+        prompts = render.prompts(asked, renderer, None, prompt_room)
     compared, heldout = rankings_of(data.pairs), rankings_of(data.heldout)
+    heldout_asked = render.readable(data.heldout, judges, None)
     return StepRows(
         renderer=renderer,
         reward_renderer=reward_renderer,
@@ -177,11 +184,23 @@ def prepare_rows(config: RunConfig, policy: str, reward: str, *, shuffle: bool =
         else [],
         prompts=shuffled(prompts, config.seed) if shuffle else prompts,
         heldout_prompts=shuffled(
-            render.prompts(data.heldout, renderer, None, prompt_room), config.seed
+            render.prompts(heldout_asked, renderer, None, prompt_room), config.seed
         ),
         ptx=render.texts(ptx.texts, renderer, "ptx"),
         heldout_ptx=render.texts(ptx.heldout, renderer, None, room),
     )
+
+
+def _judges(
+    config: RunConfig, renderer: Renderer, reward: Renderer, own: OwnTemplate | None
+) -> list[Renderer]:
+    """The renderers of reward models that read answers as text, by templates of their own."""
+    remote = config.trust_remote_code
+    further = [
+        load_renderer(other.source, trust_remote_code=remote, own=own, unless_its_own=True)[1]
+        for other in weighted_models(config.scoring.reward_models)
+    ]
+    return [judge for judge in (reward, *further) if not judge.renders_like(renderer)]
 
 
 def _mixed_in(config: RunConfig, ledger: Ledger, *, scores: bool) -> Dataset:

@@ -25,6 +25,31 @@ ROWS = [
 ] + [{"prompt": "no other role", "completion": "c"}]
 
 
+BESIDE_SYSTEM = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if tools and m.role == 'system' %}"
+    "{{ tools | tojson }}{% endif %}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize("shown", ["==", "!="])
+def test_tools_are_counted_by_what_their_rows_have(shown: str, tmp_path: Path) -> None:
+    """Some templates write tools in the system turn alone; others where there is none."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    system, tools = {"role": "system", "content": "Be kind."}, [{"name": "f"}]
+    rows = [{"messages": turns}, {"messages": [system, *turns]}, {"messages": [system, *turns * 2]}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({**row, "tools": tools}) + "\n" for row in rows))
+    found = load_data(DataConfig(heldout=0.0), [str(path)], seed=1, stages=("sft",))
+    template = BESIDE_SYSTEM
+    if shown == "!=":
+        template = template.replace("m.role == 's", "loop.first and m.role != 's")
+    note_unshown(found.texts, Renderer(byte_level(template)), found.ledger, "the reward model")
+    (account,) = found.ledger.datasets.values()
+    note = "column tools is not shown to the reward model: its chat template leaves it out"
+    assert dict(account.notes) == {note: 1 if shown == "==" else 2}
+
+
 @pytest.mark.parametrize(
     ("template", "notes"),
     [

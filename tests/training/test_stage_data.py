@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -15,6 +16,7 @@ from tandem.config.schema import RunConfig
 from tandem.data import side_by_side
 from tandem.data.render import Renderer
 from tandem.errors import DataError
+from tandem.models.load import load_tokenizer
 from tandem.training.run_stages import ledger_lines
 from tandem.training.stage_data import StepRows, load_renderer, prepare_rows
 from tandem.types import Message, RankedRow, Source, TokenRow
@@ -45,6 +47,54 @@ def prepared(config: RunConfig, processes: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(side_by_side, "_WORTH", 1)
     monkeypatch.setattr(side_by_side, "_BLOCK", 4)
     return prepare_rows(config, config.actor_model, config.actor_model)
+
+
+WRITES_CALLS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content or '' }}{% for c in m.tool_calls %}"
+    "{{ c.function | tojson }}{% endfor %}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+WRITES_NONE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_prompts_that_a_reward_models_own_template_cannot_write(
+    tmp_path: Path, tiny_model: str
+) -> None:
+    """It reads answers as text: what its template refuses would end the run at its first answer."""
+    models = {}
+    for name, template in (("policy", WRITES_CALLS), ("reward", WRITES_NONE)):
+        models[name] = shutil.copytree(tiny_model, tmp_path / name)
+        tokenizer = load_tokenizer(str(models[name]))
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(models[name])
+    call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
+    rows: list[dict[str, Any]] = []
+    for number in range(20):
+        asked = {"role": "user", "content": f"question {number}"}
+        rows.append({"prompt": [{**asked, "content": f"Else: {number}"}]})
+        turns = [asked, call, {"role": "tool", "content": "4"}]
+        rows.append({"prompt": turns, "tools": [{"name": "f"}]})
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = tiny_config(
+        tmp_path / "run", str(models["policy"]), str(path), stages=["grpo"],
+        dataset__split=[], dataset__heldout=0.2, dataset__max_prompt_tokens=500,
+    )  # fmt: skip
+    names = [str(models[name]) for name in ("policy", "reward")]
+    with pytest.raises(DataError, match=r"rows.jsonl:\d+: turns must have no tool calls.*reward'"):
+        prepare_rows(config, *names)
+    dropping = replace(config, dataset=replace(config.dataset, on_bad_row="drop"))
+    found = prepare_rows(dropping, *names)
+    (account,) = found.ledger.datasets.values()
+    assert {len(row.messages) for row in (*found.prompts, *found.heldout_prompts)} == {1}
+    lost = account.num_dropped + account.notes[next(n for n in account.notes if "measuring" in n)]
+    assert (lost, len(found.prompts) + len(found.heldout_prompts)) == (20, 20)
+    note = "column tools is not shown to the reward model: its chat template leaves it out"
+    assert account.notes[note] == 20
+    assert len(prepare_rows(config, names[0], names[0]).prompts) > len(found.prompts)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="rows are rendered here elsewhere")
