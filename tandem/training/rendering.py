@@ -188,8 +188,15 @@ class Rendering:
         renderer: Renderer,
         use: str | None,
         room: int | None = None,
+        judges: Sequence[Renderer] = (),
     ) -> list[PromptRow]:
-        """Prompts to answer."""
+        """Prompts to answer.
+
+        Args:
+            judges: of reward models with templates of their own, which read the answers as text:
+                some write no calls.
+        """
+        samples = self._readable([s for s in samples if s.prompt], judges, use)
 
         def render(sample: Sample, renderer: RendersRows) -> PromptRow:
             return renderer.prompt(sample.prompt, sample.columns, sample.source, sample.tools)
@@ -200,13 +207,12 @@ class Rendering:
             )
 
         form = _Form(render, shorten)
-        return self._rows([(s, form) for s in samples if s.prompt], renderer, use, room)
+        return self._rows([(s, form) for s in samples], renderer, use, room)
 
-    def readable(
-        self, samples: Sequence[Sample], judges: Sequence[Renderer], use: str | None
+    def _readable(
+        self, samples: list[Sample], judges: Sequence[Renderer], use: str | None
     ) -> list[Sample]:
-        """Those whose answers the judges, reward models with templates of their own, can read: some
-        templates write no calls."""
+        """Those whose answers the judges can read."""
 
         def render(sample: Sample, renderer: RendersRows) -> Sample:
             renderer.conversation(sample.prompt, _ANY, sample.source, True, sample.tools)
@@ -219,7 +225,7 @@ class Rendering:
                 id(sample) for sample in self._rows([(s, form) for s in asked], judge, use, None)
             }
             samples = [s for s in samples if not _has_tools(s) or id(s) in read]
-        return list(samples)
+        return samples
 
     def _grade(self) -> _Form[GradedRow]:
         def render(sample: Sample, renderer: RendersRows) -> GradedRow:

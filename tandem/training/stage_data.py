@@ -33,6 +33,7 @@ from tandem.types import (
     LabelledRow,
     PairRow,
     PromptRow,
+    Sample,
     TokenRow,
 )
 
@@ -151,17 +152,14 @@ def prepare_rows(config: RunConfig, policy: str, reward: str, *, shuffle: bool =
     note_spelled(rows, renderer, data.ledger)
     note_unshown(rows, renderer, data.ledger)
     judges = _judges(config, renderer, reward_renderer, own)
-    for judge in judges:
-        note_unshown((*data.prompts, *data.heldout), judge, data.ledger, "the reward model")
+    _note_unjudged((*data.prompts, *data.heldout), judges, data.ledger)
     prompts: list[PromptRow] = []
     if "prompts" in shares:
-        asked = render.readable(data.prompts, judges, "prompts")
-        prompts = render.prompts(asked, renderer, "prompts")
+        prompts = render.prompts(data.prompts, renderer, "prompts", judges=judges)
     elif "reward model" in readers:  # prompts to normalize the scores on: PPO's, or the pairs' own
-        asked = render.readable(data.prompts or data.pairs, judges, None)
-        prompts = render.prompts(asked, renderer, None, prompt_room)
+        either = data.prompts or data.pairs
+        prompts = render.prompts(either, renderer, None, prompt_room, judges)
     compared, heldout = rankings_of(data.pairs), rankings_of(data.heldout)
-    heldout_asked = render.readable(data.heldout, judges, None)
     return StepRows(
         renderer=renderer,
         reward_renderer=reward_renderer,
@@ -184,7 +182,7 @@ def prepare_rows(config: RunConfig, policy: str, reward: str, *, shuffle: bool =
         else [],
         prompts=shuffled(prompts, config.seed) if shuffle else prompts,
         heldout_prompts=shuffled(
-            render.prompts(heldout_asked, renderer, None, prompt_room), config.seed
+            render.prompts(data.heldout, renderer, None, prompt_room, judges), config.seed
         ),
         ptx=render.texts(ptx.texts, renderer, "ptx"),
         heldout_ptx=render.texts(ptx.heldout, renderer, None, room),
@@ -201,6 +199,12 @@ def _judges(
         for other in weighted_models(config.scoring.reward_models)
     ]
     return [judge for judge in (reward, *further) if not judge.renders_like(renderer)]
+
+
+def _note_unjudged(samples: Sequence[Sample], judges: Sequence[Renderer], ledger: Ledger) -> None:
+    """Note turns and tools that the judges' templates leave out."""
+    for judge in judges:
+        note_unshown(samples, judge, ledger, "the reward model")
 
 
 def _mixed_in(config: RunConfig, ledger: Ledger, *, scores: bool) -> Dataset:
