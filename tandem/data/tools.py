@@ -57,8 +57,8 @@ def tools_or_note(value: Any, *, is_mapped: bool) -> tuple[str, str]:
     Raises:
         RowProblem: it is to hold tools, or begins like a list of them, and cannot be read.
     """
-    nothing = value is None or value == "" or value == []
-    if is_mapped or nothing or _begins_like_tools(value):
+    said = value.strip() if isinstance(value, str) else value
+    if is_mapped or said in (None, "", "[]", "null", []) or _begins_like_tools(value):
         return read_tools(value), ""
     return "", _NO_TOOLS.format("tools")
 

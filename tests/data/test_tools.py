@@ -38,6 +38,8 @@ ADD = {"name": "add", "arguments": {"a": 2, "b": None}}
 @pytest.mark.parametrize("value", [None, "", " ", [], "[]", "null"])
 def test_no_tools(value: Any) -> None:
     assert read_tools(value) == ""
+    found = to_sample({"prompt": "hi", "tools": value}, HERE)
+    assert (found.sample.tools, found.notes) == ("", ())
 
 
 @pytest.mark.parametrize(
