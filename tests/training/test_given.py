@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tandem.generation.blocks import kept_bytes
 from tandem.metrics.log import read_metrics
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.parallel.world import World
+from tandem.training.given import with_given
 from tandem.types import Message, Source
 from tests.tiny import tiny_config
 
@@ -121,6 +123,20 @@ def test_what_is_given_in_memory_trains_as_from_files(
         next(model.parameters()).add_(1)
     with pytest.raises(CheckpointError, match=r"actor_model= must have the content that"):
         train(config, data=rows, **again, print_line=quiet)
+
+
+def test_a_data_set_in_memory_is_kept_without_its_tables_nulls(
+    tmp_path: Path, tiny_model: str
+) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "q", "completion": [{"role": "assistant", "content": "", "tool_calls": [
+            {"name": "f", "arguments": {name: "x"}}]}], "schemas": [{name: {"type": "y"}}]}
+        for name in ("a", "b")
+    ]  # fmt: skip
+    config = tiny_config(tmp_path / "run", tiny_model, "", dataset__columns=["tools=schemas"])
+    config = replace(config, data=())
+    kept, _ = with_given(config, World(), data=Dataset.from_list(rows))
+    assert [json.loads(line) for line in Path(kept.data[0]).read_text().splitlines()] == rows
 
 
 def test_what_cannot_be_given_is_one_line(tmp_path: Path, tiny_model: str) -> None:
