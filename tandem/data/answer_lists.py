@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +27,11 @@ _RANKS = ("ranks", "rank")
 """Numbers of which the least is the best."""
 
 _BLANK = "with a blank answer, left out of the ranking"
+_NO_TEXT = "with an answer that is no text, left out of the ranking"
 _UNSCORED = "with an answer whose score is no number, left out of the ranking"
-_AGAIN = "with the same answer twice, ranked once by the mean of its scores"
+_AGAIN = "with the same answer twice, ranked once"
+_NOT_AS_MANY = "{} has not one number for each of {}, not compared: a prompt alone"
+_MESSAGES = "{} holds messages, and only texts can be ranked, not compared: a prompt alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,37 +62,87 @@ class Ordered:
     notes: tuple[str, ...] = ()
 
 
+def json_list(value: Any) -> list[Any] | None:
+    """A list, or one that is saved as JSON text (a CSV cell, say); None for anything else that is
+    no list, and for an empty one."""
+    if isinstance(value, str) and value.lstrip()[:1] == "[":
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    return list(value) if isinstance(value, list | tuple) and value else None
+
+
+def with_parsed_lists(row: Row) -> Row:
+    """`row`, with the lists of answers and of numbers read that are saved as JSON text."""
+    texts = {n: row[n] for n in (*LISTS, *_SCORES, *_RANKS) if isinstance(row.get(n), str)}
+    parsed = {name: json_list(text) for name, text in texts.items()}
+    lists = {name: found for name, found in parsed.items() if found is not None}
+    return {**row, **lists} if lists else row
+
+
 def find_list(row: Row, columns: Mapping[str, str], *, finds: bool) -> Listed | str | None:
-    """The list of answers in `row`; what there is to note, if two columns may have the scores.
+    """The list of answers in `row`; what there is to note, if it cannot be told how to rank them.
 
     Args:
         columns: the user's column map. finds: whether columns count that are not called by a role.
     Raises:
-        RowProblem: what was mapped is no such list.
+        RowProblem: what was mapped is no such list, or is not as long as the other.
     """
     names = ["answers"] if "answers" in columns or not finds else list(LISTS)
     lists = [name for name in names if _are_answers(row.get(name))]
     if "answers" in columns and not lists:
         expected = "be a list of texts, or of objects with one text each"
         raise RowProblem(columns["answers"], describe(row.get("answers")), expected)
+    beside = _beside(row, columns, finds=finds)
+    of_messages = [name for name in names if _are_messages(row.get(name))]
+    if beside and not lists and len(of_messages) == 1:
+        return _MESSAGES.format(of_messages[0])
     if len(lists) != 1:
         return None
     (name,) = lists
-    answers = row[name]
-    if "scores" in columns:
-        beside, inside = ["scores"], []
-    else:
-        beside = [n for n in (*_SCORES, "ranks") if isinstance(row.get(n), list | tuple)]
-        beside = [n for n in beside if finds or n in ("scores", "ranks")]
-        inside = [n for n in _NUMBERS if _has(answers, n)]
-    key = _text_key(answers) if any(isinstance(answer, Mapping) for answer in answers) else ""
+    answers, own = row[name], columns.get(name, name)
+    are_objects = any(isinstance(answer, Mapping) for answer in answers)
+    are_steps = name == "completions" and not are_objects and finds and "scores" not in columns
+    if are_steps and beside and beside[0] in _SCORES:
+        return None  # more often a process reward model's steps than answers
+    inside = [n for n in _NUMBERS if "scores" not in columns and _has_number(answers, n)]
+    key = _text_key(answers) if are_objects else ""
     if key is None or not (beside or inside):
         return None
     if len(beside) + len(inside) > 1:
-        own = columns.get(name, name)
         numbers = ", ".join([*beside, *(f"{own}.{n}" for n in inside)])
-        return f"{numbers} may each score the answers, so none does: map one to scores"
-    return Listed(name, beside[0], key) if beside else Listed(name, name, key, inside[0])
+        found = f"{numbers} may each score the answers, so none does: map one to scores"
+        if "answers" in columns:
+            raise RowProblem(own, found, "have its scores in one column")
+        return found
+    if not beside:
+        return Listed(name, name, key, inside[0])
+    scores = row[beside[0]]
+    if isinstance(scores, list | tuple) and len(scores) == len(answers):
+        return Listed(name, beside[0], key)
+    own_scores = columns.get(beside[0], beside[0])
+    if "scores" in columns or "answers" in columns:
+        expected = f"be a list of {len(answers)} numbers, one for each of {own}"
+        raise RowProblem(own_scores, describe(scores), expected)
+    return _NOT_AS_MANY.format(own_scores, own)
+
+
+def _beside(row: Row, columns: Mapping[str, str], *, finds: bool) -> list[str]:
+    """The columns that may have the scores of answers in another: flat lists, or what is mapped."""
+    if "scores" in columns:
+        return ["scores"]
+    names = (*_SCORES, "ranks") if finds else ("scores", "ranks")
+    flat = {name: row[name] for name in names if isinstance(row.get(name), list | tuple)}
+    return [n for n, v in flat.items() if not any(isinstance(s, list | tuple | Mapping) for s in v)]
+
+
+def _are_messages(value: Any) -> bool:
+    """Whether a column has several answers as messages, or as lists of them, of the assistant's."""
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return all(isinstance(each, list | tuple | Mapping) and first_role(each) == "assistant"
+               for each in value)  # fmt: skip
 
 
 def _are_answers(value: Any) -> bool:
@@ -97,6 +151,12 @@ def _are_answers(value: Any) -> bool:
         return False
     given = [answer for answer in value if answer is not None]
     return all(isinstance(a, str) for a in given) or all(isinstance(a, Mapping) for a in given)
+
+
+def _has_number(answers: Sequence[Any], key: str) -> bool:
+    """Whether objects have a key, and nothing nested under it."""
+    given = [answer[key] for answer in answers if isinstance(answer, Mapping) and key in answer]
+    return bool(given) and not any(isinstance(value, list | tuple | Mapping) for value in given)
 
 
 def _has(answers: Sequence[Any], key: str) -> bool:
@@ -121,21 +181,20 @@ def order(row: Row, listed: Listed, columns: Mapping[str, str]) -> Ordered:
     """The answers in order of their scores. Equal scores have one rank.
 
     Raises:
-        RowProblem: the scores are not as many as the answers, or an answer is no text.
+        RowProblem: an answer in a column that was mapped is no text.
     """
     answers = row[listed.answers]
     own = columns.get(listed.answers, listed.answers)
-    if listed.score_key:
-        scores = _each(answers, listed.score_key)
-    else:
-        scores = row[listed.scores]
-        if not isinstance(scores, list | tuple) or len(scores) != len(answers):
-            expected = f"be a list of {len(answers)} numbers, one for each of {own}"
-            raise RowProblem(columns.get(listed.scores, listed.scores), describe(scores), expected)
-    if not listed.text_key:
-        return ordered(answers, scores, own, least_is_best=listed.are_ranks)
-    texts, where = _each(answers, listed.text_key), f"{own}.{listed.text_key}"
-    return ordered(texts, scores, where, least_is_best=listed.are_ranks)
+    scores = _each(answers, listed.score_key) if listed.score_key else row[listed.scores]
+    texts = _each(answers, listed.text_key) if listed.text_key else answers
+    return ordered(
+        texts,
+        scores,
+        ".".join(filter(None, (own, listed.text_key))),
+        least_is_best=listed.are_ranks,
+        must_be_text="answers" in columns,
+        by=" by the mean of its " + ("ranks" if listed.are_ranks else "scores"),
+    )
 
 
 def _each(answers: Sequence[Any], key: str) -> list[Any]:
@@ -143,29 +202,40 @@ def _each(answers: Sequence[Any], key: str) -> list[Any]:
 
 
 def ordered(
-    answers: Sequence[Any], scores: Sequence[Any], field: str, *, least_is_best: bool = False
+    answers: Sequence[Any],
+    scores: Sequence[Any],
+    field: str,
+    *,
+    least_is_best: bool = False,
+    must_be_text: bool = True,
+    by: str = "",
 ) -> Ordered:
     """Answers by their scores: those that are blank or have no number left out, the same one once.
 
+    Args:
+        field: the answers' column, for errors. must_be_text: else an answer that is no text is
+            left out. by: how the note on the same answer twice says what it is ranked by.
     Raises:
-        RowProblem: an answer is no text; `field` names the column in it.
+        RowProblem: an answer is no text.
     """
     notes: dict[str, None] = {}
     found: dict[str, list[float]] = defaultdict(list)
     texts: dict[str, str] = {}
     for answer, score in zip(answers, scores, strict=True):
-        if answer is not None and not isinstance(answer, str):
-            raise RowProblem(field, describe(answer), "be text")
         number = number_of(score)
-        if answer is None or not answer.strip():
+        if answer is None or (isinstance(answer, str) and not answer.strip()):
             notes[_BLANK] = None
+        elif not isinstance(answer, str):
+            if must_be_text:
+                raise RowProblem(field, describe(answer), "be text")
+            notes[_NO_TEXT] = None
         elif number is None:
             notes[_UNSCORED] = None
         else:
             found[answer.strip()].append(number)
             texts.setdefault(answer.strip(), answer)
     if any(len(numbers) > 1 for numbers in found.values()):
-        notes[_AGAIN] = None
+        notes[_AGAIN + by] = None
     means = {text: sum(numbers) / len(numbers) for text, numbers in found.items()}
     sizes = sorted(set(means.values()), reverse=not least_is_best)
     ranks = {size: rank for rank, size in enumerate(sizes, start=1)}

@@ -11,10 +11,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.data.aliases import prompt_column
-from tandem.data.answer_lists import LISTS, Ordered, find_list, order, ordered
-from tandem.data.excerpt import excerpt
+from tandem.data.aliases import prompt_column, says_something, whole_prompt
+from tandem.data.answer_lists import (
+    LISTS,
+    Ordered,
+    find_list,
+    json_list,
+    order,
+    ordered,
+    with_parsed_lists,
+)
+from tandem.data.excerpt import excerpt, names
 from tandem.data.rows import RowProblem
+from tandem.data.turns import Turns, prompt_turns
 from tandem.data.two_answers import (
     PARTS,
     SUMMARIES,
@@ -34,9 +43,15 @@ _READ = ("answer_a", "answer_b", "preferred", "answers", "scores", "ranks")
 """The roles of a column map that are read here."""
 FOUND_BESIDE = frozenset(("preferred", "scores"))
 """A column map of no more than these says where the verdict is; the rest is found by name."""
+MARKS = ("system", "tools", "label", "margin", "grade")
+"""Roles that say something about a row, and not which columns it is read from."""
+_OF_ONE_ANSWER = ("label", "margin", "grade")
+"""Those that a comparison has no use for: nobody says that a margin is the better answer's."""
 _TELLING = frozenset(PARTS) | frozenset(LISTS) | frozenset(SUMMARIES)
 """A row without any of these compares nothing."""
 _BOTH = ("preference", "dialog preference")
+_OWN = ("chosen", "rejected", "completion", "ranking")
+"""Answers of a row's own."""
 _MESSAGE_OF_A_TREE = ("message_id", "parent_id", "role")
 
 
@@ -45,16 +60,20 @@ class Compared:
     """A row as one of the plain shapes has it, and how it was read.
 
     row: with `chosen` and `rejected`, with `answers` and `ranks`, or with none of them.
-    shape: what `tandem data check` calls it. prompt: {"prompt": column} if that has another name.
-    own: roles of `row` to the columns of the file, for errors. used: the file's columns that are
-    used up. columns: the column map without what was read here.
+    plain: the name of the plain shape that it has. shape: what `tandem data check` calls it.
+    prompt: {"prompt": column} if that has another name. own: roles of `row` to the columns of the
+    file, for errors. kept: the file's columns that say what is compared and how, which reward
+    functions may want too. understood: whether they did; a tie is understood. columns: the column
+    map without what was read here.
     """
 
     row: dict[str, Any]
+    plain: str
     shape: str
     prompt: dict[str, str] = field(default_factory=dict)
     own: dict[str, str] = field(default_factory=dict)
-    used: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
+    understood: bool = True
     columns: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -67,7 +86,7 @@ def read_compared(
     Args:
         row: with mapped columns under their roles. columns: the column map, role to column.
         shape: the plain shape of the row's own columns, or "". aliases: its roles under other
-            names: a row with a single answer by one of them is that.
+            names. A row with answers of its own, or a single one by one of them, is read as that.
     Raises:
         RowProblem: a row that compares answers has a value that cannot be used, or a row is one
             message of a tree.
@@ -84,20 +103,32 @@ def read_compared(
         return None
     if shape not in ("", "prompt", "ranked answers") or _TELLING.isdisjoint(row):
         return None
-    if not aliases.keys() <= {"prompt"} or _has_either(row):
+    mapped = {column for role, column in columns.items() if role in _READ}
+    has_own = any(row.get(name) is not None for name in _OWN)
+    if not aliases.keys() <= {"prompt"} or (has_own and not mapped):
         return None
+    is_ranked = row.get("answers") is not None and row.get("ranks") is not None
+    if is_ranked and columns.keys().isdisjoint(("answer_a", "answer_b", "preferred", "scores")):
+        return None if _is_plain_ranking(row) else _list_of_answers(_Reading(row, columns))
     question = row.get("question")
     if isinstance(question, Mapping) and isinstance(question.get("full_text"), str):  # WebGPT's
         row = {**row, "question": question["full_text"]}
     reading = _Reading(row, columns)
-    if shape == "ranked answers":
-        answers = row["answers"]
-        of_objects = isinstance(answers, list | tuple) and isinstance(next(iter(answers), 0), dict)
-        return _list_of_answers(reading) if of_objects else None
-    pair = find_pair(row, columns, finds=reading.finds)
+    is_asked = reading.prompt() is not None
+    pair = find_pair(row, columns, finds=reading.finds, is_asked=is_asked)
     made = _two_answers(reading, pair) if pair is not None else _list_of_answers(reading)
-    mapped = {column for role, column in columns.items() if role in _READ}
-    return made if made is not None and mapped <= made.used else None
+    return made if made is not None and mapped <= made.kept else None
+
+
+def _is_plain_ranking(row: Row) -> bool:
+    """Whether answers and ranks are as the plain shape has them, or wrong for any other too."""
+    answers, ranks = row["answers"], row["ranks"]
+    if json_list(answers) is None or json_list(ranks) is None:
+        return True
+    if isinstance(answers, str) or isinstance(ranks, str):
+        return False
+    are_texts = all(isinstance(answer, str) and answer.strip() for answer in answers)
+    return are_texts and not any(isinstance(rank, float | str | None) for rank in ranks)
 
 
 def map_to_add(row: Row) -> str:
@@ -115,8 +146,34 @@ def map_to_add(row: Row) -> str:
     )
 
 
-def _has_either(row: Row) -> bool:
-    return row.get("chosen") is not None or row.get("rejected") is not None
+def gap_in_map(row: Row, columns: Mapping[str, str]) -> RowProblem | None:
+    """What a column map lacks that has some of the roles of a comparison; None of any other."""
+    roles = dict(columns)
+    given = [name for name in row if name not in columns.values()]
+    if "prompt" not in columns and row.get("prompt") is None:
+        roles["prompt"] = prompt_column({name: row[name] for name in given}) or "COLUMN"
+    if not columns.keys().isdisjoint(("answer_a", "answer_b", "preferred")):
+        needs: tuple[str, ...] = ("answer_a", "answer_b", "preferred")
+        names = pair_of_names(given) or ("COLUMN", "COLUMN")
+    elif not columns.keys().isdisjoint(("answers", "scores")):
+        needs = ("answers", "scores" if row.get("ranks") is None else "ranks")
+        names = ([name for name in given if name in LISTS] or ["COLUMN"])[0], "COLUMN"
+    else:
+        return None
+    for role, name in zip(needs, (*names, "COLUMN"), strict=False):
+        if row.get(role) is None or role in columns:
+            roles.setdefault(role, name)
+    missing = [role for role in ("prompt", *needs) if role in roles and role not in columns]
+    if not missing:
+        return None
+    in_order = dict.fromkeys(("prompt", *needs, *columns))
+    written = ",".join(f"{role}={roles[role]}" for role in in_order if role in roles)
+    return RowProblem(
+        "",
+        f"a map of {' and '.join(columns)}",
+        f"have {' and '.join(missing)} mapped too",
+        f"Write ::{written} after the file's name.",
+    )
 
 
 def _is_texts(value: Any) -> bool:
@@ -152,7 +209,7 @@ class _Reading:
     @property
     def finds(self) -> bool:
         """Whether columns count that are not called by a role."""
-        return self.columns.keys() <= FOUND_BESIDE
+        return self.columns.keys() <= FOUND_BESIDE.union(MARKS)
 
     def own(self, key: str) -> str:
         """The file's name of a column."""
@@ -167,31 +224,53 @@ class _Reading:
             head = "history" if isinstance(self.row.get("history"), str) else ""
         return {"prompt": head} if head else None
 
+    def turns(self, prompt: dict[str, str]) -> Turns:
+        """The turns of the prompt; `prompt` as it comes from `prompt()`.
+
+        Raises:
+            RowProblem: it cannot be read.
+        """
+        name = prompt.get("prompt", "prompt")
+        value = whole_prompt(self.row, name)[0] if prompt else self.row[name]
+        return prompt_turns(value, self.own(name))
+
     def made(
         self,
         shape: str,
         prompt: dict[str, str],
         roles: Mapping[str, Any],
         *,
-        used: Iterable[str],
+        keys: Iterable[str],
         own: Mapping[str, str],
         notes: tuple[str, ...] = (),
+        understood: bool = True,
+        replaced: Iterable[str] = (),
     ) -> Compared:
-        """The row with `roles` in place of the columns that are used up.
+        """The row with `roles` in place of its own answers.
 
-        A margin is left out: nobody says that it is the better answer's.
+        Args:
+            keys: the columns that were looked at. replaced: those that the prompt is made of.
         """
-        used = tuple(used)
-        columns = {role: name for role, name in self.columns.items() if role not in _READ}
-        left = {k: v for k, v in self.row.items() if k not in used and k != "margin"}
+        keys, of_one = tuple(keys), [n for n in _OF_ONE_ANSWER if n in self.columns]
+        unread = {*_OWN, *keys, *replaced, *of_one, "margin"}
+        row = {**{k: v for k, v in self.row.items() if k not in unread}, **roles}
+        plain = "ranked answers" if "ranks" in roles else "prompt"
+        if "chosen" in roles:
+            is_asked = prompt or row.get("prompt") is not None
+            plain = "preference" if is_asked else "dialog preference"
+        read = {*_READ, *keys, *of_one}
+        columns = {role: name for role, name in self.columns.items() if role not in read}
+        said = [name for name in of_one if says_something(self.row.get(name))]
         return Compared(
-            {**left, **roles},
+            row,
+            plain,
             shape,
             prompt,
             {**columns, **prompt, **own},
-            frozenset(map(self.own, used)),
+            frozenset(map(self.own, keys)),
+            understood,
             columns,
-            notes,
+            (*notes, *(f"with a {name} beside several answers, not read" for name in said)),
         )
 
 
@@ -208,26 +287,35 @@ def _ranking(
     answers: Ordered,
     shape: str,
     prompt: dict[str, str],
-    used: tuple[str, ...],
+    keys: tuple[str, ...],
     numbers: str,
 ) -> Compared:
     """Answers by their ranks; a prompt alone if no two of them can be compared."""
-    own = {"answers": reading.own(used[0])}
+    own = {"answers": reading.own(keys[0])}
     if len(set(answers.ranks)) > 1:
         roles = {"answers": answers.texts, "ranks": answers.ranks}
-        return reading.made(shape, prompt, roles, used=used, own=own, notes=answers.notes)
+        return reading.made(shape, prompt, roles, keys=keys, own=own, notes=answers.notes)
     note = f"no two answers in {own['answers']} differ in {numbers}, so none are compared"
     alone = named("prompt", prompt)
     notes = (*answers.notes, f"{note}: a prompt alone")
-    return reading.made(alone, prompt, {}, used=used, own=own, notes=notes)
+    return reading.made(alone, prompt, {}, keys=keys, own=own, notes=notes)
 
 
 def _lists_of_both(reading: _Reading) -> Compared | None:
     """Lists of texts in chosen and rejected: each of the former is better than all others."""
     given = {role: _texts(reading.row.get(role)) for role in ("chosen", "rejected")}
-    prompt = reading.prompt()
-    if not all(given.values()) or prompt is None:
+    if not all(given.values()):
         return None
+    prompt = reading.prompt()
+    if prompt is None:
+        roles = {"prompt": "COLUMN"} | {role: reading.own(role) for role in given}
+        raise RowProblem(
+            "prompt",
+            names(reading.row),
+            "exist beside lists of chosen and rejected answers",
+            f"Write ::{','.join(f'{role}={name}' for role, name in roles.items())} after the "
+            "file's name.",
+        )
     sides = [ordered(texts, [0] * len(texts), reading.own(role)) for role, texts in given.items()]
     better, worse = ([text.strip() for text in side.texts] for side in sides)
     if both := [text for text in worse if text in better]:
@@ -245,24 +333,25 @@ def _lists_of_both(reading: _Reading) -> Compared | None:
 
 def _list_of_answers(reading: _Reading) -> Compared | None:
     """A list of answers with their scores or ranks."""
-    found = find_list(reading.row, reading.columns, finds=reading.finds)
+    row = with_parsed_lists(reading.row)
+    found = find_list(row, reading.columns, finds=reading.finds)
     prompt = None if found is None else reading.prompt()
     if found is None or prompt is None:
         return None
     if isinstance(found, str):
-        if "answers" in reading.columns:
-            raise RowProblem(reading.own("answers"), found, "have its scores in one column")
-        alone = named("prompt", prompt)
-        return reading.made(alone, prompt, {}, used=(), own={}, notes=(found,))
+        alone, mapped = named("prompt", prompt), [r for r in reading.columns if r in _READ]
+        return reading.made(
+            alone, prompt, {}, keys=mapped, own={}, notes=(found,), understood=False
+        )
     kind, role = ("ranked answers", "ranks") if found.are_ranks else ("scored answers", "scores")
     shown = {
         **prompt,
         "answers": ".".join(filter(None, (reading.own(found.answers), found.text_key))),
         role: ".".join(filter(None, (reading.own(found.scores), found.score_key))),
     }
-    answers = order(reading.row, found, reading.columns)
-    used = (found.answers, found.scores)
-    return _ranking(reading, answers, named(kind, shown), prompt, used, role)
+    answers = order(row, found, reading.columns)
+    keys = (found.answers, found.scores)
+    return _ranking(reading, answers, named(kind, shown), prompt, keys, role)
 
 
 def _two_answers(reading: _Reading, pair: Pair) -> Compared | None:
@@ -270,19 +359,34 @@ def _two_answers(reading: _Reading, pair: Pair) -> Compared | None:
     prompt = {} if pair.prompt or pair.dialogs else reading.prompt()
     if prompt is None:
         return None
-    used: tuple[str, ...] = (*pair.two.keys, *pair.used)
-    used = (*used, *pair.ways[0].keys) if len(pair.ways) == 1 else ()
+    keys = (*pair.two.keys, *(key for way in pair.ways for key in way.keys))
     made: dict[str, Any] = {"prompt": pair.prompt} if pair.prompt else {}
     own = {"prompt": pair.used[0]} if pair.prompt else {}
-    outcome = compare(reading.row, pair)
+    asked = reading.prompt() if not pair.used else None
+    is_whole = pair.dialogs is not None and asked != {}
+    are_texts = all(isinstance(value, str) for value in pair.values)
+    turns = None if is_whole else () if are_texts else reading.turns(prompt)
+    outcome = compare(reading.row, pair, turns)
     if outcome.better is None:
-        if pair.dialogs:
-            made, own = {"prompt": shared_prompt(pair)}, {"prompt": pair.two.names[0]}
-        alone, notes = named("prompt", prompt), (outcome.note,)
-        return reading.made(alone, prompt, made, used=used, own=own, notes=notes)
+        if is_whole and asked is None:
+            made, own = (
+                {"prompt": shared_prompt(pair)},
+                {"prompt": (*pair.used, pair.two.names[0])[0]},
+            )
+        prompt = prompt if asked is None else asked
+        return reading.made(
+            named("prompt", prompt),
+            prompt,
+            made,
+            keys=keys,
+            own=own,
+            notes=(outcome.note,),
+            understood=outcome.understood,
+            replaced=pair.used,
+        )
     better, worse = outcome.better, 1 - outcome.better
     made |= {"chosen": pair.values[better], "rejected": pair.values[worse]}
     own |= {"chosen": pair.two.names[better], "rejected": pair.two.names[worse]}
     shown = {**prompt, **pair.shown}
     shape = named("two answers", shown) + pair.by
-    return reading.made(shape, prompt, made, used=used, own=own)
+    return reading.made(shape, prompt, made, keys=keys, own=own, replaced=pair.used)

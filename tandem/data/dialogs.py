@@ -47,6 +47,16 @@ def last_answer(turns: Turns, field: str, prompt_field: str) -> tuple[Turns, Ans
 
     `field` and `prompt_field` name the answer's column and the prompt's in errors.
     """
+    answer = answer_of(turns, field)
+    return check_prompt(turns[:-1], prompt_field), answer
+
+
+def answer_of(turns: Turns, field: str) -> Answer:
+    """What the assistant says last, which must end the dialog and be there to learn.
+
+    Raises:
+        RowProblem: of `field`, if not.
+    """
     if turns[-1].role != "assistant":
         raise RowProblem(field, f"{turns[-1].role} last", "end with an assistant turn")
     answer = turns[-1] if turns[-1].tool_calls else turns[-1].content
@@ -55,7 +65,7 @@ def last_answer(turns: Turns, field: str, prompt_field: str) -> tuple[Turns, Ans
     if not turns[-1].learned:
         found = "weight 0 or train false on it"
         raise RowProblem(field, found, "end with an answer to learn", "Remove the mark or the row.")
-    return check_prompt(turns[:-1], prompt_field), answer
+    return answer
 
 
 def pair_of(

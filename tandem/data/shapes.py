@@ -95,18 +95,14 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
         RowProblem: a mapped column is missing, no shape fits, or a value cannot be used.
     """
     columns = columns or {}
-    for role, column in columns.items():
-        if column not in row:
-            weight = re.search(r":[\d.]+$", column)
-            advice = f"A weight goes before the map: FILE{weight[0]}::..." if weight else ""
-            raise RowProblem(column, names(row), f"exist, mapped to the role {role}", advice)
+    _require_mapped(row, columns)
     renamed = {name: value for name, value in row.items() if name not in columns.values()}
     renamed |= {role: row[column] for role, column in columns.items()}
     renamed = with_lists(renamed)
     shape = _shape_of(renamed, columns)
     known = shape.name if shape is not None else ""
     found = {} if columns else find_aliases(renamed, known)
-    several = read_compared(renamed, columns, known, found)
+    several = _compared(renamed, columns, known, found)
     if several is not None:
         renamed, columns, found = several.row, several.columns, dict(several.prompt)
     marks = find_marks(renamed)
@@ -115,7 +111,10 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
     if "prompt" in found:
         values["prompt"], joined = whole_prompt(renamed, found["prompt"])
     renamed |= values
-    if found or several is not None:  # marks are of any shape
+    if several is not None:
+        shape = next(shape for shape in SHAPES if shape.name == several.plain)
+        shape = shape if shape.fits(renamed, columns) else None
+    elif found:  # marks are of any shape
         shape = _shape_of(renamed, columns)
     if shape is None:
         raise _unknown(row, renamed, columns)
@@ -129,14 +128,15 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
         raise _in_terms_of_the_row(problem, found | marks | own) from None
     graded = read_grade(renamed if "grade" in shape.may else {}, sample, columns)
     where = {**found, **marks, **columns, **own}
-    read = joined | {where.get(role, role) for role in shape.needs + shape.may}
+    roles = shape.needs + shape.may if several is None else ("prompt", "system")
+    read = joined | {where.get(role, role) for role in roles}
     listing = where.get("tools", "tools")
     read -= {"answer", "margin", listing, where.get("grade", "grade")}
     read -= {found.get("completion", "answer")}
     if not is_labelled(renamed):
         read.discard(where.get("label", "label"))
     if several is not None:
-        read |= several.used
+        read -= several.kept
     extra = {name: value for name, value in row.items() if name not in read}
     listed_in = renamed if "tools" in shape.may else {}
     tools, no_tools = tools_or_note(listed_in.get("tools"), is_mapped="tools" in columns)
@@ -149,7 +149,7 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
     if several is not None:
         noted = (*several.notes, *noted)
     unread: tuple[str, ...] = ()
-    if shape.read is prompt_only and not (several is not None and several.used):
+    if shape.read is prompt_only and (several is None or not several.understood):
         unread = tuple(name for name, value in left.items() if says_something(value))
     return Shaped(
         sample,
@@ -160,6 +160,26 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
         unread,
         tuple(name for name in unread if _holds_no_answer(extra[name])) if unread else (),
     )
+
+
+def _require_mapped(row: Row, columns: Mapping[str, str]) -> None:
+    for role, column in columns.items():
+        if column not in row:
+            weight = re.search(r":[\d.]+$", column)
+            advice = f"A weight goes before the map: FILE{weight[0]}::..." if weight else ""
+            raise RowProblem(column, names(row), f"exist, mapped to the role {role}", advice)
+
+
+def _compared(
+    row: Row, columns: Mapping[str, str], shape: str, found: Mapping[str, str]
+) -> comparisons.Compared | None:
+    """`read_compared`, with the shape that the row has whatever marks are mapped."""
+    if not columns.keys().isdisjoint(comparisons.MARKS):
+        others = {role: n for role, n in columns.items() if role not in comparisons.MARKS}
+        own = _shape_of(row, others)
+        shape = own.name if own is not None else ""
+        found = found if others else find_aliases(row, shape)
+    return read_compared(row, columns, shape, found)
 
 
 def _holds_no_answer(value: Any) -> bool:
@@ -179,6 +199,8 @@ def _in_terms_of_the_row(problem: RowProblem, found: Mapping[str, str]) -> RowPr
 
 
 def _unknown(row: Row, renamed: Row, columns: Mapping[str, str]) -> RowProblem:
+    if gap := comparisons.gap_in_map(row, columns):
+        return gap
     example = "Map its columns, as in FILE::prompt=question,completion=answer."
     return RowProblem(
         "",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.data.aliases import says_something
+from tandem.data.answer_lists import json_list
+from tandem.data.dialogs import answer_of, whole_dialog
 from tandem.data.excerpt import describe
 from tandem.data.rows import RowProblem
+from tandem.data.tools import bare
 from tandem.data.turns import (
     Turns,
     first_role,
@@ -29,6 +32,7 @@ from tandem.data.verdicts import (
     saying,
     ways_of,
 )
+from tandem.message import Message
 
 Row = Mapping[str, Any]
 
@@ -43,10 +47,14 @@ PARTS = {
 """Names of one of several answers: what they have in common, and the number or letter."""
 SUMMARIES = ("info", "summaries", "choice")
 """OpenAI's comparisons of summaries: what is summed up, the two, and the place of the better."""
+_SUMMARIES = ("summaries", "summaries")
 _KAGGLE = ("prompt", "response_a", "response_b")
 
 _SAME = "{} and {} are the same answer, not compared: a prompt alone"
 _APART = "{} and {} differ before their last answers, not compared: a prompt alone"
+_BLANK = "{} or {} is blank, not compared: a prompt alone"
+_UNREADABLE = "{} and {} cannot both be read as answers, not compared: a prompt alone"
+_NOT_AS_MANY = "{} has not one text for each turn of prompt, not compared: a prompt alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +63,7 @@ class Pair:
 
     values: the answers, as `chosen` or `rejected` could have them. ways: how the row may say it.
     dialogs: their turns, if each is a whole dialog. prompt: the prompt, if it is made of other
-    columns than it. used: those.
+    columns than it. used: those. note: why they cannot be compared, whatever the verdict.
     """
 
     two: Two
@@ -64,12 +72,14 @@ class Pair:
     dialogs: tuple[Turns, Turns] | None = None
     prompt: str = ""
     used: tuple[str, ...] = ()
+    note: str = ""
 
     @property
     def shown(self) -> dict[str, str]:
         """The roles that a column map could give its columns, with their names."""
-        if self.prompt:
-            return {"prompt": self.used[0], "answers": self.two.names[0]}
+        if self.two.keys == _SUMMARIES:
+            prompt = {"prompt": self.used[0]} if self.prompt else {}
+            return {**prompt, "answers": self.two.names[0]}
         roles = dict(zip(("answer_a", "answer_b"), self.two.names, strict=True))
         way = self.ways[0]
         return {**roles, "preferred": way.names[0]} if way.named else roles
@@ -93,30 +103,69 @@ def pair_of_names(names: Iterable[str]) -> tuple[str, str] | None:
     return (f"{stem}{found[0]}", f"{stem}{found[1]}") if tuple(found) in TWO_ENDS else None
 
 
-def find_pair(row: Row, columns: Mapping[str, str], *, finds: bool) -> Pair | None:
+def find_pair(row: Row, columns: Mapping[str, str], *, finds: bool, is_asked: bool) -> Pair | None:
     """The two answers in `row`; None if there are none, or nothing that may say which is better.
 
     Args:
         columns: the user's column map. finds: whether columns count that are not called by a role.
+        is_asked: whether the row has a prompt beside them; with one it can be used, whatever they
+            are.
     Raises:
-        RowProblem: they cannot be read.
+        RowProblem: they cannot be read, and are mapped or all that the row has.
     """
-    if finds and all(row.get(name) is not None for name in SUMMARIES[:2]) and "choice" in row:
-        return _summaries(row)
+    if finds and all(row.get(name) is not None for name in SUMMARIES[:2]):
+        way = _choice(row, columns)
+        pair = _summaries(row, way, is_asked=is_asked) if way is not None else None
+        if pair is not None or not is_asked:
+            return pair
     given = [name for name, value in row.items() if value is not None]
-    keys = pair_of_names(given) if finds else ("answer_a", "answer_b")
-    if keys is None or not set(keys) <= set(given):
+    # A null is a blank answer, unless three columns could be the two.
+    keys = (pair_of_names(given) or pair_of_names(row)) if finds else ("answer_a", "answer_b")
+    if keys is None or not set(keys) <= row.keys():
         return None
-    two = Two(keys, (columns.get(keys[0], keys[0]), columns.get(keys[1], keys[1])))
+    names = columns.get(keys[0], keys[0]), columns.get(keys[1], keys[1])
+    two = Two(keys, names, is_mapped=not columns.keys().isdisjoint(keys))
     ways = saying(row, ways_of(row, two, columns, finds=finds))
-    if not ways:
-        return None
     values = row[keys[0]], row[keys[1]]
-    is_kaggles = finds and keys == _KAGGLE[1:] and all(name in row for name in FLAGS[:2])
-    if is_kaggles and (both := _kaggle(row)):
-        first, second = map(turns_of, both, keys)
-        return Pair(two, both, ways, (first, second), used=_KAGGLE[:1])
-    are_dialogs = keys[0].startswith(_DIALOG)
+    is_blank = [_is_blank(value) for value in values]
+    if not ways or (all(is_blank) and not any(_has_value(row, way) for way in ways)):
+        return None
+    if finds and keys == _KAGGLE[1:] and all(name in row for name in FLAGS[:2]):
+        asked = json_list(row.get("prompt"))
+        if asked is not None and all(isinstance(turn, str | None) for turn in asked):
+            return _kaggle(row, two, ways, asked)
+    if any(is_blank):
+        return Pair(two, values, ways)
+    try:
+        return _readable(row, two, values, ways)
+    except RowProblem:
+        pair = Pair(two, values, ways, note=_UNREADABLE.format(*two.names))
+        if pair.two.is_mapped or not is_asked:
+            raise
+        return pair
+
+
+def _has_value(row: Row, way: Way) -> bool:
+    return any(says_something(row.get(key)) for key in way.keys)
+
+
+def _is_blank(value: Any) -> bool:
+    """Whether an answer says nothing: null, no text, no turns, or a last turn without content."""
+    if isinstance(value, list | tuple):
+        return not value or _is_blank(value[-1])
+    if isinstance(value, Mapping) and first_role(value) is not None:
+        calls = value.get("tool_calls") or value.get("function_call")
+        return not calls and _is_blank(value.get("value" if "from" in value else "content"))
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
+def _readable(row: Row, two: Two, values: tuple[Any, Any], ways: list[Way]) -> Pair | None:
+    """The pair of two values that are not blank; None if they are no answers.
+
+    Raises:
+        RowProblem: they are messages that cannot be read.
+    """
+    are_dialogs = two.keys[0].startswith(_DIALOG)
     read = [
         listed(value, name, may_be_text=not are_dialogs)
         for value, name in zip(values, two.names, strict=True)
@@ -144,58 +193,93 @@ def _dialogs(
     return first, second
 
 
-def compare(row: Row, pair: Pair) -> Said:
+def compare(row: Row, pair: Pair, prompt: Turns | None) -> Said:
     """Which of two answers is better. A tie is none, and two that are the same or that do not
     answer the same turns are not compared.
 
+    Args:
+        prompt: the turns that are answered; None if each answer is a whole dialog.
     Raises:
-        RowProblem: the verdict or an answer cannot be read.
+        RowProblem: the verdict or an answer cannot be read, and is mapped.
     """
     said = read_verdict(row, pair.two, pair.ways)
     if said.better is None:
         return said
-    if pair.dialogs is not None and pair.dialogs[0][:-1] != pair.dialogs[1][:-1]:
-        return Said(None, _APART.format(*pair.two.names))
-    texts = {_last_text(v, name) for v, name in zip(pair.values, pair.two.names, strict=True)}
-    if len(texts) == 1:
-        return Said(None, _SAME.format(*pair.two.names))
-    return said
+    if pair.note:
+        return Said(None, pair.note, understood=False)
+    names = pair.two.names
+    for value, name in zip(pair.values, names, strict=True):
+        if _is_blank(value):
+            if pair.two.is_mapped:
+                raise RowProblem(name, describe(value), "not be blank")
+            return Said(None, _BLANK.format(*names))
+    try:
+        if prompt is None and pair.dialogs is not None:
+            first, second = pair.dialogs
+        else:
+            both = zip(pair.values, names, strict=True)
+            first, second = (whole_dialog(prompt or (), value, name) for value, name in both)
+        answers = {bare(answer_of(first, names[0])), bare(answer_of(second, names[1]))}
+    except RowProblem:
+        if pair.two.is_mapped:
+            raise
+        return Said(None, _UNREADABLE.format(*names), understood=False)
+    if first[:-1] != second[:-1]:
+        return Said(None, _APART.format(*names))
+    return said if len(answers) > 1 else Said(None, _SAME.format(*names))
 
 
 def shared_prompt(pair: Pair) -> Turns:
-    """The turns that two dialogs begin with alike, up to the last that is not the assistant's.
+    """The turns that two dialogs begin with alike, up to the last that is not the assistant's;
+    without system turns, if those are not the same.
 
     Raises:
         RowProblem: they begin with different turns.
     """
     first, second = pair.dialogs or ((), ())
+    systems = [[turn for turn in turns if turn.role == "system"] for turns in (first, second)]
+    if systems[0] != systems[1]:
+        first, second = (
+            tuple(turn for turn in turns if turn.role != "system") for turns in (first, second)
+        )
     length = next(
         (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
         min(len(first), len(second)),
     )
     while length and first[length - 1].role == "assistant":
         length -= 1
-    if not length:
-        found = describe(second[0].content) if second else "no turn"
+    if not any(turn.role != "system" for turn in first[:length]):
+        asked = [turn for turn in second if turn.role != "system"]
+        found = describe(asked[0].content) if asked else "no turn"
         raise RowProblem(pair.two.names[1], found, f"begin with the turn that {pair.two.names[0]} "
                          "begins with")  # fmt: skip
     return first[:length]
 
 
-def _last_text(value: Any, name: str) -> str:
-    if isinstance(value, str):
-        return text_of(value, name).strip()
-    return turns_of([value] if isinstance(value, Mapping) else value, name)[-1].content.strip()
+def _choice(row: Row, columns: Mapping[str, str]) -> Way | None:
+    """What says which of two summaries is better."""
+    is_mapped = columns.get("preferred") == "choice"
+    if not is_mapped and ("choice" not in row or "preferred" in columns):
+        return None
+    return Way(
+        ("preferred" if is_mapped else "choice",), ("choice",), by_place, is_mapped=is_mapped
+    )
 
 
-def _summaries(row: Row) -> Pair | None:
-    """A post or an article with two summaries, its prompt as in arXiv 2009.01325, table 10."""
+def _summaries(row: Row, way: Way, *, is_asked: bool) -> Pair | None:
+    """A post or an article with two summaries, its prompt as in arXiv 2009.01325, table 10, or the
+    row's own."""
     info, summaries = row["info"], row["summaries"]
     if not isinstance(info, Mapping) or not isinstance(summaries, list | tuple):
         return None
     texts = [each.get("text") if isinstance(each, Mapping) else each for each in summaries]
-    if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
+    if len(texts) != 2 or not all(isinstance(text, str | None) for text in texts):
+        if is_asked:
+            return None
         raise RowProblem("summaries", describe(summaries), "be a list of two objects with text")
+    two = Two(_SUMMARIES, _SUMMARIES)
+    if is_asked:
+        return Pair(two, (texts[0], texts[1]), [way])
     post = [
         (head, info[key])
         for head, key in (("SUBREDDIT: r/", "subreddit"), ("TITLE: ", "title"), ("POST: ", "post"))
@@ -206,39 +290,29 @@ def _summaries(row: Row) -> Pair | None:
     if not post:
         raise RowProblem("info", describe(info), "have a post or an article")
     prompt = "\n\n".join([*(head + text_of(text, "info") for head, text in post), "TL;DR:"])
-    two = Two(("summaries", "summaries"), ("summaries", "summaries"))
-    way = Way(("choice",), ("choice",), by_place)
     return Pair(two, (texts[0], texts[1]), [way], prompt=prompt, used=("info",))
 
 
-def _kaggle(row: Row) -> tuple[list[dict[str, Any]], list[dict[str, Any]]] | None:
-    """The dialogs of Kaggle's arena rows, whose three columns are lists of turns in JSON; None if
-    none of them is.
+def _kaggle(row: Row, two: Two, ways: list[Way], asked: list[str | None]) -> Pair:
+    """The dialogs of Kaggle's arena rows, whose three columns are lists of turns in JSON.
 
     Raises:
-        RowProblem: there are not as many answers as turns of the prompt.
+        RowProblem: a turn of the prompt is blank.
     """
-    asked, *answers = (_json_list(row.get(name)) for name in _KAGGLE)
-    if asked is None:
-        return None
-    dialogs = []
-    for name, given in zip(_KAGGLE[1:], answers, strict=True):
-        if given is None or len(given) != len(asked):
-            expected = f"be a JSON list of {len(asked)} answers, one for each turn of prompt"
-            raise RowProblem(name, describe(row[name] if given is None else given), expected)
-        roles = ("user", "assistant")
-        turns = [turn for both in zip(asked, given, strict=True) for turn in both]
-        dialogs.append([{"role": roles[n % 2], "content": turn} for n, turn in enumerate(turns)])
-    return dialogs[0], dialogs[1]
+    turns = [Message("user", text_of(turn, "prompt")) for turn in asked]
+    dialogs: list[Turns] = []
+    for name in two.names:
+        given = json_list(row[name])
+        if given is None or len(given) != len(asked) or not all(map(_is_said, given)):
+            start = (turns[0],)  # what no answer precedes
+            note = _NOT_AS_MANY.format(name)
+            return Pair(two, ("", ""), ways, (start, start), used=_KAGGLE[:1], note=note)
+        said = [Message("assistant", text) for text in given]
+        dialogs.append(tuple(turn for both in zip(turns, said, strict=True) for turn in both))
+    first, second = dialogs
+    values = [turn.as_dict() for turn in first], [turn.as_dict() for turn in second]
+    return Pair(two, values, ways, (first, second), used=_KAGGLE[:1])
 
 
-def _json_list(value: Any) -> list[Any] | None:
-    """A list of texts, or such a list in JSON; None for anything else."""
-    if isinstance(value, str) and value.lstrip()[:1] == "[":
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return None
-    if not isinstance(value, list) or not value:
-        return None
-    return value if all(isinstance(each, str | None) for each in value) else None
+def _is_said(text: Any) -> bool:
+    return isinstance(text, str) and bool(text.strip())

@@ -34,10 +34,11 @@ _TIES = frozenset(
 @dataclass(frozen=True, slots=True)
 class Two:
     """Two answers in a row: the keys that the row has them under, and the names that its file
-    calls them by."""
+    calls them by. is_mapped: whether one is so by the user's map."""
 
     keys: tuple[str, str]
     names: tuple[str, str]
+    is_mapped: bool = False
 
     @property
     def ends(self) -> tuple[str, str]:
@@ -52,19 +53,24 @@ class Two:
 
 
 def _end(name: str, are_apart: bool) -> str:
-    """The last character, unless it is part of a word or a longer number."""
+    """The last character, unless it is part of a word or a longer number, or a number behind
+    another word than the other name's, as a model's version is."""
     last, before = name[-1:], name[-2:-1]
     if last.isdigit():
-        return "" if before.isdigit() else last
+        return last if are_apart and not before.isdigit() else ""
     return last if are_apart or not before.isalpha() else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """The better answer (0, the first, or 1), or None and why the answers are not compared."""
+    """The better answer (0, the first, or 1), or None and why the answers are not compared.
+
+    understood: whether what the row says could be read; a tie could.
+    """
 
     better: int | None
     note: str = ""
+    understood: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +78,14 @@ class Way:
     """One way in which a row says which answer is better.
 
     keys: the row's columns that say it; names: those of its file. named: whether a column map may
-    name its column as `preferred`.
+    name its column as `preferred`. is_mapped: whether the user's does.
     """
 
     keys: tuple[str, ...]
     names: tuple[str, ...]
     read: Callable[[Row, Two, Way], Said]
     named: bool = False
+    is_mapped: bool = False
 
     @property
     def column(self) -> str:
@@ -96,7 +103,10 @@ def ways_of(row: Row, two: Two, columns: Mapping[str, str], *, finds: bool) -> l
     if "preferred" in columns or not finds:
         own = columns.get("preferred", "preferred")
         reads = by_sign if own in _SIGNED and two.ends_in("1", "2") else by_name
-        return [Way(("preferred",), (own,), reads, named=True)] if "preferred" in row else []
+        if finds and two.names == _SHP and own == "labels":
+            reads = by_shp
+        way = Way(("preferred",), (own,), reads, named=True, is_mapped="preferred" in columns)
+        return [way] if "preferred" in row else []
     if two.names == _SHP:  # its scores are Reddit's, of which the labels are made
         return [_way(("labels",), by_shp)] if "labels" in row and "history" in row else []
     found = [_way((name,), by_name, named=True) for name in _NAMES if name in row]
@@ -124,12 +134,13 @@ def read_verdict(row: Row, two: Two, ways: list[Way]) -> Said:
     """What the only one of `ways` says.
 
     Raises:
-        RowProblem: the value cannot be read, or could mean either answer.
+        RowProblem: the user mapped a column whose value cannot be read, or could mean either
+            answer.
     """
     columns = ", ".join(way.column for way in ways)
     if len(ways) > 1:
         each = "may each say which answer is better, so none does: map one to preferred"
-        return Said(None, f"{columns} {each}")
+        return Said(None, f"{columns} {each}", understood=False)
     (way,) = ways
     if not any(says_something(row.get(key)) for key in way.keys):
         return Said(None, f"two answers and no value in {columns}, not compared: a prompt alone")
@@ -139,6 +150,18 @@ def read_verdict(row: Row, two: Two, ways: list[Way]) -> Said:
 def tied(way: Way) -> Said:
     """What there is to note of answers that are called equal."""
     return Said(None, f"a tie by {way.column}, not compared: a prompt alone")
+
+
+def _unread(way: Way, note: str, problem: RowProblem) -> Said:
+    """A value that cannot be read: the user's mistake where the user mapped it, else a note that
+    does not quote it, so that the rows of one column count together.
+
+    Raises:
+        RowProblem: `problem`, of a mapped column.
+    """
+    if way.is_mapped:
+        raise problem
+    return Said(None, f"{note}, not compared: a prompt alone", understood=False)
 
 
 def by_name(row: Row, two: Two, way: Way) -> Said:
@@ -160,11 +183,16 @@ def by_name(row: Row, two: Two, way: Way) -> Said:
     letters = _words(two)
     either = [f"{end} ({two.names[two.ends.index(end)]})" for end in numbers]
     either += [f"{letter} ({two.names[letters[letter]]})" for letter in ("a", "b")]
+    note = f"{way.column} names neither answer and no tie (a, b, a column's name, tie)"
     advice = ""
     if number is not None:
+        note = (
+            f"numbers in {way.column} could mean either answer (write a, b or tie, or map another "
+            "column to preferred)"
+        )
         advice = "Other numbers could mean either answer: write a, b or tie in their place."
     expected = f"name the better answer: {', '.join(either)}, its column's name, or tie"
-    raise RowProblem(way.names[0], describe(value), expected, advice)
+    return _unread(way, note, RowProblem(way.names[0], describe(value), expected, advice))
 
 
 def _words(two: Two) -> dict[str, int]:
@@ -184,7 +212,8 @@ def by_sign(row: Row, two: Two, way: Way) -> Said:
     first, second = (two.names[two.ends.index(end)] for end in ("1", "2"))
     if number is None:
         expected = f"be a number, below 0 where {first} is better, above 0 where {second} is"
-        raise RowProblem(way.names[0], describe(value), expected)
+        problem = RowProblem(way.names[0], describe(value), expected)
+        return _unread(way, f"{way.column} is no number", problem)
     return Said(two.ends.index("1" if number < 0 else "2")) if number else tied(way)
 
 
@@ -201,17 +230,21 @@ def by_flags(row: Row, two: Two, way: Way) -> Said:
     flags = [number_of(row[key]) for key in way.keys]
     if flags.count(1) != 1 or flags.count(0) != len(flags) - 1:
         found = ", ".join(describe(row[key]) for key in way.keys)
-        raise RowProblem(way.names[0], found, f"be 1 in one of {', '.join(way.names)}, 0 elsewhere")
+        expected = f"be 1 in one of {', '.join(way.names)}, 0 elsewhere"
+        note = f"{way.column} are not 1 in one place and 0 elsewhere"
+        return _unread(way, note, RowProblem(way.names[0], found, expected))
     outcome = way.keys[flags.index(1.0)]
     return tied(way) if outcome == FLAGS[2] else Said(two.ends.index(outcome[-1]))
 
 
 def by_shp(row: Row, two: Two, way: Way) -> Said:
     """SHP's labels: 1, the first is better; 0, the second."""
-    number = number_of(row["labels"])
+    value = row[way.keys[0]]
+    number = number_of(value)
     if number not in (0, 1):
         expected = f"be 1 ({two.names[0]} is better) or 0 ({two.names[1]} is)"
-        raise RowProblem("labels", describe(row["labels"]), expected)
+        problem = RowProblem(way.names[0], describe(value), expected)
+        return _unread(way, f"{way.column} is neither 1 nor 0", problem)
     return Said(1 - int(number))
 
 
@@ -221,5 +254,6 @@ def by_place(row: Row, two: Two, way: Way) -> Said:
     number = None if isinstance(value, bool) else number_of(value)
     if number not in (0, 1):
         expected = f"be the place of the better one of {two.names[0]}, 0 or 1"
-        raise RowProblem(way.names[0], describe(value), expected)
+        problem = RowProblem(way.names[0], describe(value), expected)
+        return _unread(way, f"{way.column} is neither 0 nor 1", problem)
     return Said(int(number))

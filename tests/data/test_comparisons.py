@@ -174,37 +174,37 @@ BOTH = "answer_a={},answer_b={}"
 
 
 @pytest.mark.parametrize(
-    ("row", "shape", "kept"),
+    ("row", "shape", "asked"),
     [
         (
             WEBGPT,
             f"prompt=question,{BOTH} by score_0 and score_1".format("answer_0", "answer_1"),
-            {"quotes_0", "tokens_0"},
+            {"question"},
         ),
         (
             SHP,
             f"prompt=history,{BOTH} by labels".format("human_ref_A", "human_ref_B"),
-            {"post_id", "domain", "score_A", "score_B", "score_ratio"},
+            {"history"},
         ),
         (
             PKU,
             f"{BOTH},preferred=better_response_id".format("response_0", "response_1"),
-            {"is_response_0_safe", "is_response_1_safe", "safer_response_id"},
+            {"prompt"},
         ),
         (
             HELPSTEER2,
             f"{BOTH},preferred=preference_strength".format("response_1", "response_2"),
-            {"split", "preference_statement"},
+            {"prompt"},
         ),
         (
             {**HELPSTEER3, "context": [user("2+2?")]},
             f"prompt=context,{BOTH},preferred=overall_preference".format("response1", "response2"),
-            {"domain", "language", "individual_preference"},
+            {"context"},
         ),
         (
             ARENA,
             f"{BOTH},preferred=winner".format("conversation_a", "conversation_b"),
-            {"question_id", "model_a", "model_b", "turn"},
+            set(),
         ),
         (
             {
@@ -213,28 +213,28 @@ BOTH = "answer_a={},answer_b={}"
                 "conversation_b": json.dumps(ARENA["conversation_b"]),
             },
             f"{BOTH},preferred=winner".format("conversation_a", "conversation_b"),
-            {"question_id", "model_a", "model_b", "turn"},
+            set(),
         ),
         (
             KAGGLE,
             f"{BOTH} by winner_model_a, winner_model_b and winner_tie".format(
                 "response_a", "response_b"
             ),
-            {"id", "model_a", "model_b"},
+            {"prompt"},
         ),
         (
             {**KAGGLE, "prompt": "2+2?", "response_a": "4", "response_b": "5"},
             f"{BOTH} by winner_model_a, winner_model_b and winner_tie".format(
                 "response_a", "response_b"
             ),
-            {"id", "model_a", "model_b"},
+            {"prompt"},
         ),
         (
             PANDALM,
             f"prompt=instruction,{BOTH},preferred=winner".format("response1", "response2"),
-            set(),
+            {"instruction", "input"},
         ),
-        ({"prompt": "2+2?", "answer_a": "4", "answer_b": "5", "preferred": "a"}, "", set()),
+        ({"prompt": "2+2?", "answer_a": "4", "answer_b": "5", "preferred": "a"}, "", {"prompt"}),
         (
             {
                 "prompt": [user("2+2?")],
@@ -244,15 +244,15 @@ BOTH = "answer_a={},answer_b={}"
                 "margin": -3,
             },
             "",
-            {"margin"},
+            {"prompt"},
         ),
     ],
 )
-def test_two_answers_and_which_is_better(row: Row, shape: str, kept: set[str]) -> None:
+def test_two_answers_and_which_is_better(row: Row, shape: str, asked: set[str]) -> None:
     found = read(row)
     assert parts(found.sample) == (PROMPT, "4", "5")
     assert found.shape == ("two answers" + f" with {shape}" * bool(shape))
-    assert set(found.sample.columns) == kept
+    assert found.sample.columns == {k: v for k, v in row.items() if k not in asked}
     assert (found.notes, found.sample.ranking, found.sample.margin) == ((), (), 0.0)
 
 
@@ -260,7 +260,7 @@ def test_a_pairs_prompt_has_all_of_its_turns() -> None:
     assert [t.content for t in read(HELPSTEER3).sample.prompt] == ["Hi", "Yes?", "2+2?"]
     panda = read({**PANDALM, "input": "Think.", "system_prompt": "Be brief."})
     assert [t.content for t in panda.sample.prompt] == ["Be brief.", "2+2?\n\nThink."]
-    assert not panda.sample.columns
+    assert panda.sample.columns.keys() == {"response1", "response2", "winner"}
     two = {"conversation_a": [user("Hi"), bot("Yes?"), user("2+2?"), bot("4")], "winner": "model_a"}
     two["conversation_b"] = [*two["conversation_a"][:-1], bot("5")]
     assert [t.content for t in read(two).sample.prompt] == ["Hi", "Yes?", "2+2?"]
@@ -278,13 +278,15 @@ def test_summaries_are_of_a_post_or_an_article() -> None:
     )
     assert (found.sample.chosen, found.sample.rejected) == (" 4", " 5")
     assert found.shape == "two answers with prompt=info,answers=summaries by choice"
-    assert found.sample.columns == {"worker": "w"}
+    assert found.sample.columns == {k: v for k, v in TLDR.items() if k != "info"}
     news = {**TLDR, "info": {"id": "c", "post": None, "title": "Sums", "article": "Once."}}
     assert read(news).sample.prompt[0].content == "Article:\n\nOnce.\n\nTL;DR:"
-    assert (
-        "choice must be the place of the better one of summaries, 0 or 1; found the number 2"
-        in (problem({**TLDR, "choice": 2}))
-    )
+    told = problem({**TLDR, "choice": 2}, preferred="choice")
+    assert "choice must be the place of the better one of summaries, 0 or 1; found the num" in told
+    assert read(TLDR, preferred="choice").sample == found.sample
+    asked = read({**TLDR, "prompt": "2+2?"})
+    assert (parts(asked.sample), asked.sample.columns) == ((PROMPT, " 4", " 5"), TLDR)
+    assert asked.shape == "two answers with answers=summaries by choice"
     assert "info must have a post or an article; found an object" in (
         problem({**TLDR, "info": {"id": "t3_1"}})
     )
@@ -294,7 +296,7 @@ def test_summaries_are_of_a_post_or_an_article() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "shape", "ranking", "kept"),
+    ("row", "shape", "ranking", "asked"),
     [
         (
             ULTRAFEEDBACK,
@@ -303,31 +305,31 @@ def test_summaries_are_of_a_post_or_an_article() -> None:
                 "scores=completions.overall_score"
             ),
             ((1, "4"), (2, "5"), (2, "6"), (3, "7")),
-            {"source", "models", "correct_answers", "incorrect_answers"},
+            "instruction",
         ),
         (
             NECTAR,
             "ranked answers with answers=answers.answer,ranks=answers.rank",
             ((1, "4"), (2, "5"), (3, "6")),
-            {"turns", "num_responses", "source", "good_natured"},
+            "prompt",
         ),
         (
             {"input": "2+2?", "generations": ["5", "4"], "ratings": [1.0, 5.0], "model": "x"},
             "scored answers with prompt=input,answers=generations,scores=ratings",
             ((1, "4"), (2, "5")),
-            {"model"},
+            "input",
         ),
         (
             {"instruction": "2+2?", "generations": ["5", "4", "6"], "rating": ["1", "5", "5"]},
             "scored answers with prompt=instruction,answers=generations,scores=rating",
             ((1, "4"), (1, "6"), (2, "5")),
-            set(),
+            "instruction",
         ),
         (
             {"prompt": "2+2?", "answers": ["5", "4"], "scores": [-1, 0.5]},
             "scored answers",
             ((1, "4"), (2, "5")),
-            set(),
+            "prompt",
         ),
         (
             {
@@ -337,35 +339,36 @@ def test_summaries_are_of_a_post_or_an_article() -> None:
             },
             "scored answers with answers=answers.said",
             ((1, "4"), (2, "5")),
-            set(),
+            "prompt",
         ),
         (
             {"prompt": "2+2?", "answers": [{"text": "5", "n": 1}, {"text": "4"}], "ranks": [2, 1]},
             "ranked answers with answers=answers.text",
             ((1, "4"), (2, "5")),
-            set(),
+            "prompt",
         ),
         (
             REWARDBENCH2,
             "lists of chosen and rejected answers",
             ((1, "4"), (1, "four"), (2, "5"), (2, "6")),
-            {"id", "num_correct", "subset"},
+            "prompt",
         ),
         (
             {"question": "2+2?", "chosen": "4", "rejected": ["5", "6"]},
             "lists of chosen and rejected answers with prompt=question",
             ((1, "4"), (2, "5"), (2, "6")),
-            set(),
+            "question",
         ),
     ],
 )
 def test_lists_of_answers_become_rankings(
-    row: Row, shape: str, ranking: tuple[tuple[int, str], ...], kept: set[str]
+    row: Row, shape: str, ranking: tuple[tuple[int, str], ...], asked: str
 ) -> None:
     found = read(row)
     assert found.sample.ranking == ranking
     assert parts(found.sample) == (PROMPT, ranking[0][1], ranking[-1][1])
-    assert (found.shape, found.notes, set(found.sample.columns)) == (shape, (), kept)
+    assert (found.shape, found.notes) == (shape, ())
+    assert found.sample.columns == {k: v for k, v in row.items() if k != asked}
     assert found.sample.grade is None
 
 
@@ -389,8 +392,9 @@ def test_answers_that_cannot_be_ranked_are_left_out_and_noted() -> None:
     "scores", [[1, 1, 1], ["N/A", 1, None], [float("nan"), 1, "inf"], [2, 2, 2]]
 )
 def test_a_list_without_two_different_scores_is_a_prompt_alone(scores: list[Any]) -> None:
-    found = read({"prompt": "2+2?", "answers": ["4", "5", "6"], "scores": scores, "id": 1})
-    assert found.sample == Sample(HERE, PROMPT, columns={"id": 1})
+    kept = {"answers": ["4", "5", "6"], "scores": scores, "id": 1}
+    found = read({"prompt": "2+2?", **kept})
+    assert found.sample == Sample(HERE, PROMPT, columns=kept)
     assert found.shape == "prompt"
     assert found.notes[-1] == (
         "no two answers in answers differ in scores, so none are compared: a prompt alone"
@@ -442,8 +446,369 @@ def test_what_is_not_compared_is_a_prompt_alone_and_noted(row: Row, note: str) -
     assert found.notes == (f"{note}: a prompt alone",)
     assert found.shape.partition(" with ")[0] == "prompt"
     assert found.unread == ()
-    used = ("response_0", "response_1", "response1", "response2", "conversation_a", "winner")
-    assert not set(used) & set(found.sample.columns)
+    gone = ("prompt", "question", "context", "instruction", "input")
+    assert found.sample.columns == {k: v for k, v in row.items() if k not in gone}
+
+
+@pytest.mark.parametrize(
+    ("row", "note"),
+    [
+        *(
+            (
+                {**PANDALM, "winner": value},
+                "winner names neither answer and no tie (a, b, a column's name, tie)",
+            )
+            for value in ("gpt-4", "no preference", "N/A", "Response 1", "[[A]]", True, [1])
+        ),
+        *(
+            (
+                {**PANDALM, "winner": value},
+                (
+                    "numbers in winner could mean either answer (write a, b or tie, or map "
+                    "another column to preferred)"
+                ),
+            )
+            for value in (0, 3, "-1")
+        ),
+        (
+            {**ARENA, "winner": "koala-13b"},
+            "winner names neither answer and no tie (a, b, a column's name, tie)",
+        ),
+        ({**HELPSTEER2, "preference_strength": "strong"}, "preference_strength is no number"),
+        ({**SHP, "labels": 2}, "labels is neither 1 nor 0"),
+        (
+            {**KAGGLE, "winner_model_b": 1},
+            (
+                "winner_model_a, winner_model_b and winner_tie are not 1 in one place and 0 "
+                "elsewhere"
+            ),
+        ),
+        *(
+            (
+                {**KAGGLE, "response_b": value},
+                "response_b has not one text for each turn of prompt",
+            )
+            for value in ('["5", "6"]', "[null]", '[" "]', "5", None, "")
+        ),
+        (
+            {"prompt": "2+2?", "info": {"post": "x"}, "summaries": ["4", "5"], "choice": "B"},
+            "choice is neither 0 nor 1",
+        ),
+        *(
+            ({**PKU, "response_0": value}, "response_0 or response_1 is blank")
+            for value in (None, "", " ", [], [bot("")])
+        ),
+        (
+            {**PKU, "response_0": [bot("5"), user("Why?")]},
+            "response_0 and response_1 cannot both be read as answers",
+        ),
+        (
+            {**PKU, "response_0": [bot("5")], "response_1": [{"role": "judge", "content": "4"}]},
+            None,
+        ),
+        (
+            {
+                **PKU,
+                "response_0": [user("2+2?"), {"role": "judge", "content": "4"}],
+                "response_1": [user("2+2?"), bot("4")],
+            },
+            "response_0 and response_1 cannot both be read as answers",
+        ),
+        (
+            {
+                **PKU,
+                "response_0": [bot("Let me see."), user("Well?"), bot("4")],
+                "response_1": [bot("5")],
+            },
+            "response_0 and response_1 differ before their last answers",
+        ),
+        (
+            {"prompt": "2+2?", "responses": ["4", "5"], "scores": [1]},
+            "scores has not one number for each of responses",
+        ),
+        (
+            {"prompt": "2+2?", "generations": ["4", "5"], "ratings": [1, 2, 3]},
+            "ratings has not one number for each of generations",
+        ),
+        *(
+            (
+                {"prompt": "2+2?", "responses": value, "scores": [1, 2]},
+                "responses holds messages, and only texts can be ranked",
+            )
+            for value in ([bot("4"), bot("5")], [[bot("4")], [bot("5")]])
+        ),
+    ],
+)
+def test_what_is_found_by_name_and_cannot_be_read_is_a_prompt_alone_and_noted(
+    row: Row, note: str | None
+) -> None:
+    found = read(row)
+    assert parts(found.sample) == (PROMPT, None, None)
+    assert found.notes == ((f"{note}, not compared: a prompt alone",) if note else ())
+    assert found.shape.partition(" with ")[0] == "prompt"
+    gone = ("prompt", "instruction", "input", "history")
+    assert found.sample.columns == {k: v for k, v in row.items() if k not in gone}
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "told"),
+    [
+        (PANDALM | {"winner": "gpt-4"}, {"preferred": "winner"}, "winner must name the better"),
+        (
+            HELPSTEER2 | {"preference_strength": "strong"},
+            {"preferred": "preference_strength"},
+            (
+                "preference_strength must be a number, below 0 where response_1 is better, above 0 "
+                "where response_2 is; found 'strong'"
+            ),
+        ),
+        (
+            SHP | {"labels": 2},
+            {"preferred": "labels"},
+            "labels must be 1 (human_ref_A is better) or 0 (human_ref_B is); found the number 2",
+        ),
+        *(
+            (
+                {"prompt": "2+2?", "x": "4", "y": value, "v": "a"},
+                {"answer_a": "x", "answer_b": "y", "preferred": "v"},
+                "y must not be blank; found ",
+            )
+            for value in (None, " ", [])
+        ),
+        (
+            {"prompt": "2+2?", "x": [bot("4")], "y": [bot("5"), user("Why?")], "v": "a"},
+            {"answer_a": "x", "answer_b": "y", "preferred": "v"},
+            "y must end with an assistant turn; found user last",
+        ),
+        (
+            {"prompt": "2+2?", "responses": ["4", "5"], "marks": [1]},
+            {"scores": "marks"},
+            "marks must be a list of 2 numbers, one for each of responses; found a list of 1",
+        ),
+        (
+            {"prompt": "2+2?", "llama2": "4", "claude1": "5", "vote": 1},
+            {"answer_a": "llama2", "answer_b": "claude1", "preferred": "vote"},
+            "Other numbers could mean either answer: write a, b or tie in their place.",
+        ),
+    ],
+)
+def test_what_is_mapped_and_cannot_be_read_is_a_bad_row(
+    row: Row, columns: dict[str, str], told: str
+) -> None:
+    assert told in problem(row, **columns)
+
+
+CALLS = [
+    {"role": "assistant", "content": "", "tool_calls": [
+        {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": b}}}]}
+    for b in (2, 3)
+]  # fmt: skip
+
+
+def test_answers_are_the_same_if_they_call_the_same_too() -> None:
+    row = {"prompt": "2+2?", "response_a": [CALLS[0]], "response_b": [CALLS[1]], "winner": "a"}
+    found = read(row)
+    assert found.notes == ()
+    assert [answer.tool_calls.count('"b": 2') for answer in parts(found.sample)[1:]] == [1, 0]
+    same = read({**row, "response_b": [CALLS[0]]})
+    assert "are the same answer, not compared" in same.notes[0]
+
+
+def test_dialogs_of_which_one_has_a_system_turn_are_a_prompt() -> None:
+    system = {"role": "system", "content": "Be brief."}
+    row = {**ARENA, "conversation_b": [system, user("2+2?"), bot("4")]}
+    found = read(row)
+    assert parts(found.sample) == (PROMPT, None, None)
+    assert "differ before their last answers, not compared" in found.notes[0]
+    both = read({**row, "conversation_a": [system, user("2+2?"), bot("5")]})
+    assert [turn.role for turn in both.sample.prompt] == ["system", "user"]
+    asked = read({**ARENA, "winner": "tie", "question": "3+3?", "conversation_b": [user("1?")]})
+    assert asked.sample.prompt == (Message("user", "3+3?"),)
+    own = read({**ARENA, "prompt": [user("2+2?")]})
+    assert parts(own.sample) == (PROMPT, "4", "5")
+
+
+def test_several_turns_of_an_arena_that_cannot_be_read_leave_the_first() -> None:
+    row = {**KAGGLE, "prompt": '["2+2?", "3+3?"]', "response_a": '["4", "6"]'}
+    found = read({**row, "response_b": '["4"]'})
+    assert (found.sample.prompt, found.sample.chosen) == (PROMPT, None)
+    found = read({**row, "response_b": '["4", "7"]'})
+    assert ([t.content for t in found.sample.prompt], found.sample.chosen) == (
+        ["2+2?", "4", "3+3?"],
+        "6",
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "chosen"), [({"completion": "GOLD"}, "GOLD"), ({"ranking": ["GOLD", "x"]}, "GOLD")]
+)
+@pytest.mark.parametrize("asked", ["prompt", "question"])
+@pytest.mark.parametrize(
+    "several",
+    [
+        {"responses": [{"response": "4", "score": 1}, {"response": "5", "score": 2}]},
+        {"answer_0": "4", "answer_1": "5", "score_0": 1, "score_1": 2},
+        {"response_a": "GOLD", "response_b": "x", "winner": "b"},
+    ],
+)
+def test_an_answer_of_the_rows_own_is_the_one_to_learn(
+    own: Row, chosen: str, asked: str, several: Row
+) -> None:
+    found = read({asked: "2+2?", **own, **several})
+    assert (found.sample.prompt, found.sample.chosen, found.notes) == (PROMPT, chosen, ())
+    assert found.shape.partition(" with ")[0] == next(iter(own))
+    assert set(several) <= set(found.sample.columns)
+
+
+def test_a_map_of_the_verdict_or_the_scores_counts_beside_an_answer_of_the_rows_own() -> None:
+    row = {"question": "2+2?", "completion": "GOLD", "response_1": "4", "response_2": "5", "v": 2}
+    assert parts(read(row, preferred="v").sample) == (PROMPT, "5", "4")
+    row = {"question": "2+2?", "ranking": ["a", "b"], "responses": ["4", "5"], "votes": [1, 2]}
+    assert read(row, scores="votes").sample.ranking == ((1, "5"), (2, "4"))
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"prompt": "p", "chosen": "good", "rejected": "bad"},
+        {"prompt": "p", "chosen": "good", "rejected": "bad", "grade": "g"},
+        {"prompt": "p", "chosen": "good", "rejected": "bad", "margin": "g", "label": "t"},
+    ],
+)
+def test_mapped_lists_of_chosen_and_rejected(columns: dict[str, str]) -> None:
+    row = {"p": "2+2?", "good": ["4", "4 "], "bad": ["5"], "g": 7, "t": 1}
+    found = read(row, **columns)
+    assert found.sample.ranking == ((1, "4"), (2, "5"))
+    assert found.sample.columns == {k: v for k, v in row.items() if k != "p"}
+    extra = [f"with a {role} beside several answers, not read" for role in columns][3:]
+    assert sorted(found.notes) == sorted(["with the same answer twice, ranked once", *extra])
+    same = {"prompt": "2+2?", "good": ["4"], "rejected": "5"}
+    assert read(same, chosen="good").sample.ranking == ((1, "4"), (2, "5"))
+    assert read(REWARDBENCH2, grade="num_correct").sample.grade is None
+
+
+FUNCTION = {"name": "add", "description": "", "parameters": {"type": "object", "properties": {}}}
+
+
+@pytest.mark.parametrize(
+    ("role", "value", "notes"),
+    [
+        ("tools", [{"type": "function", "function": FUNCTION}], []),
+        ("system", "Be brief.", []),
+        *(
+            (role, value, [f"with a {role} beside several answers, not read"])
+            for role, value in (("label", True), ("margin", 1), ("grade", 3), ("label", "fine"))
+        ),
+    ],
+)
+def test_a_map_of_what_describes_no_answers_leaves_the_comparison(
+    role: str, value: Any, notes: list[str]
+) -> None:
+    for row in (PANDALM, ULTRAFEEDBACK, {**PKU, "better_response_id": 0}):
+        found = read({**row, "x": value}, **{role: "x"})
+        unmapped = read(row)
+        assert parts(found.sample)[1:] == parts(unmapped.sample)[1:]
+        assert found.sample.ranking == unmapped.sample.ranking
+        assert (found.shape, list(found.notes)) == (unmapped.shape, notes)
+        assert (bool(found.sample.tools), found.sample.margin) == (role == "tools", 0)
+        assert found.sample.prompt[-1].content == "2+2?"
+        assert (found.sample.prompt[0].role == "system") == (role == "system")
+        assert ("x" in found.sample.columns) == (role != "system")
+    single = {"prompt": "2+2?", "response": "4", "response_1": "5", "response_2": "6", "winner": 1}
+    if role in ("tools", "system"):  # the single answer is not mapped, and none of two is it
+        found = read({**single, "x": value}, **{role: "x"})
+        assert (found.shape, found.sample.chosen) == ("prompt", None)
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "told"),
+    [
+        (
+            {"q": "2+2?", "response_1": "4", "response_2": "5", "vote": 1},
+            {"prompt": "q", "preferred": "vote"},
+            (
+                "the row must have answer_a and answer_b mapped too; found a map of prompt and "
+                "preferred. Write ::prompt=q,answer_a=response_1,answer_b=response_2,"
+                "preferred=vote after"
+            ),
+        ),
+        (
+            {"q": "2+2?", "response_1": "4", "response_2": "5", "vote": 1, "sys": "x"},
+            {"preferred": "vote", "system": "sys"},
+            (
+                "have prompt and answer_a and answer_b mapped too; found a map of preferred and "
+                "system. Write ::prompt=COLUMN,answer_a=response_1,answer_b=response_2,"
+                "preferred=vote,system=sys after"
+            ),
+        ),
+        (
+            {"question": "2+2?", "cands": ["4", "5"], "rw": [1, 2]},
+            {"answers": "cands", "scores": "rw"},
+            (
+                "have prompt mapped too; found a map of answers and scores. Write ::prompt=question,"
+                "answers=cands,scores=rw after"
+            ),
+        ),
+        (
+            {"q": "2+2?", "responses": ["4", "5"], "rw": [1, 2]},
+            {"prompt": "q", "scores": "rw"},
+            "Write ::prompt=q,answers=responses,scores=rw after",
+        ),
+        (
+            {"q": "2+2?", "outs": ["4", "5"], "rw": [1, 2]},
+            {"prompt": "q", "answers": "outs"},
+            (
+                "have scores mapped too; found a map of prompt and answers. Write ::prompt=q,"
+                "answers=outs,scores=COLUMN after"
+            ),
+        ),
+        (
+            {"prompt": "2+2?", "x": "4", "y": "5"},
+            {"answer_a": "x", "answer_b": "y"},
+            (
+                "have preferred mapped too; found a map of answer_a and answer_b. Write ::answer_a=x,"
+                "answer_b=y,preferred=COLUMN after"
+            ),
+        ),
+    ],
+)
+def test_a_map_of_too_few_roles_is_told_as_the_map_to_write(
+    row: Row, columns: dict[str, str], told: str
+) -> None:
+    assert told in problem(row, **columns)
+
+
+def test_more_maps_read_as_the_names_do() -> None:
+    assert read(SHP, preferred="labels").sample == read(SHP).sample
+    steps = {"prompt": "2+2?", "completions": ["4", "5"], "ratings": [2, 1]}
+    assert read(steps, scores="ratings").sample.ranking == ((1, "4"), (2, "5"))
+    mapped = read(steps, prompt="prompt", answers="completions", scores="ratings")
+    assert mapped.sample.ranking == ((1, "4"), (2, "5"))
+    both = {"q": "2+2?", "response_1": "4", "response_2": "5", "vote": 1, "sys": "Hm."}
+    found = read({**both, "prompt": "2+2?"}, preferred="vote", system="sys")
+    assert (found.sample.chosen, found.sample.prompt[0].role) == ("4", "system")
+
+
+@pytest.mark.parametrize(
+    ("answers", "numbers", "ranking", "notes"),
+    [
+        ('["5", "4"]', {"scores": "[1, 2]"}, ((1, "4"), (2, "5")), 0),
+        ('["5", "4"]', {"ranks": "[2, 1]"}, ((1, "4"), (2, "5")), 0),
+        ('[{"text": "5", "score": 1}, {"text": "4", "score": 3}]', {}, ((1, "4"), (2, "5")), 0),
+        (["5", "4"], {"ranks": [2.0, 1.5]}, ((1, "4"), (2, "5")), 0),
+        (["5", "4", " "], {"ranks": [2, 1, 3]}, ((1, "4"), (2, "5")), 1),
+        (["5", None, "4"], {"ranks": [2, 3, 1]}, ((1, "4"), (2, "5")), 1),
+        ([{"text": "5"}, {"text": 6}, {"text": "4"}], {"scores": [2, 3, 4]},
+         ((1, "4"), (2, "5")), 1),
+    ],
+)  # fmt: skip
+def test_lists_in_json_text_and_ranks_with_blanks(
+    answers: Any, numbers: Row, ranking: tuple[tuple[int, str], ...], notes: int
+) -> None:
+    row = {"prompt": "2+2?", "answers": answers, **numbers}
+    found = read(row)
+    assert (found.sample.ranking, len(found.notes)) == (ranking, notes)
+    assert found.sample.columns == {k: v for k, v in row.items() if k != "prompt"}
 
 
 @pytest.mark.parametrize(
@@ -471,7 +836,7 @@ def test_words_and_numbers_of_a_mapped_verdict(
     row = {"q": "2+2?", names[0]: "first", names[1]: "second", "v": value, "x": 1}
     found = read(row, prompt="q", answer_a=names[0], answer_b=names[1], preferred="v")
     assert found.sample.chosen == ("first", "second")[better]
-    assert found.sample.columns == {"x": 1}
+    assert found.sample.columns == {k: row[k] for k in (*names, "v", "x")}
     assert found.shape == f"two answers with answer_a={names[0]},answer_b={names[1]},preferred=v"
 
 
@@ -523,7 +888,7 @@ def test_a_map_of_answers_and_scores() -> None:
     row = {"q": "2+2?", "outs": [{"said": "5"}, {"said": "4"}], "marks": [1, 2], "prompt": "else"}
     found = read(row, prompt="q", answers="outs", scores="marks")
     assert parts(found.sample) == (PROMPT, "4", "5")
-    assert found.sample.columns == {"prompt": "else"}
+    assert found.sample.columns == {k: v for k, v in row.items() if k != "q"}
     assert found.shape == "scored answers with answers=outs.said,scores=marks"
     mapped = {"prompt": "q", "answers": "outs", "scores": "marks"}
     for change, told in (
@@ -541,7 +906,6 @@ def test_a_map_of_answers_and_scores() -> None:
         ({"q": " "}, "q must not be blank"),
     ):
         assert told in problem({**row, **change}, **mapped)
-    assert "with prompt, answers mapped" in problem(row, prompt="q", answers="outs")
     scored = [{"text": "4", "score": 1, "rating": 2}, {"text": "5", "score": 2, "rating": 1}]
     assert "outs must have its scores in one column; found outs.score, outs.rating may" in (
         problem({**row, "outs": scored}, prompt="q", answers="outs")
@@ -553,7 +917,14 @@ def test_a_map_of_answers_and_scores() -> None:
     [
         {"prompt": "2+2?", "response_a": "4", "response_b": "5"},  # nothing says which is better
         {"prompt": "2+2?", "response_1": "4", "response_2": "5", "response_3": "6", "winner": 1},
-        {"prompt": "2+2?", "response_1": "4", "response_2": None, "winner": 1},
+        {"prompt": "2+2?", "response_1": "4", "response_2": None, "response_3": "", "winner": 1},
+        {"prompt": "2+2?", "response_1": "", "response_2": None, "winner": None},
+        {"prompt": "2+2?", "completions": ["1 + 1", "2 + 2", "4"], "ratings": [1, 1, -1]},
+        {"prompt": "2+2?", "answers": ["4", "5"], "scores": [{"right": 1}, {"right": 0}]},
+        {"prompt": "2+2?", "answers": ["4", "5"], "scores": [[1, 2], [3, 4]]},
+        {"prompt": "2+2?", "completions": [{"response": "4", "rating": {"a": 1}}]},
+        {"prompt": "2+2?", "info": {"post": "x"}, "summaries": ["a", "b", "c"], "choice": "B"},
+        {"prompt": "2+2?", "info": {"post": "x"}, "summaries": ["a", "b"], "choice_text": "B"},
         {"prompt": "2+2?", "answer_a": "4", "answer_b": "5", "answer_c": "6", "preferred": "a"},
         {"prompt": "2+2?", "conversation_a": "4", "conversation_b": "5", "winner": "model_a"},
         {"prompt": "2+2?", "response_a": "4", "response_b": "5", "preference_strength": -1},
@@ -639,25 +1010,6 @@ def test_rows_of_plain_shapes_are_read_as_before(row: Row, shape: str, chosen: s
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ({**PKU, "response_1": ""}, "response_1 must not be blank"),
-        (
-            {**HELPSTEER2, "preference_strength": "strong"},
-            (
-                "preference_strength must be a number, below 0 where response_1 is better, above 0 "
-                "where response_2 is; found 'strong'"
-            ),
-        ),
-        (
-            {**SHP, "labels": 2},
-            "labels must be 1 (human_ref_A is better) or 0 (human_ref_B is); found the number 2",
-        ),
-        (
-            {**ARENA, "winner": "koala-13b"},
-            (
-                "winner must name the better answer: a (conversation_a), b (conversation_b), its "
-                "column's name, or tie; found 'koala-13b'"
-            ),
-        ),
         (
             {**ARENA, "winner": "tie", "conversation_b": [user("3+3?"), bot("6")]},
             "conversation_b must begin with the turn that conversation_a begins with; found '3+3?'",
@@ -670,35 +1022,14 @@ def test_rows_of_plain_shapes_are_read_as_before(row: Row, shape: str, chosen: s
             {**ARENA, "conversation_b": [user("2+2?"), {"role": "judge", "content": "x"}]},
             "conversation_b.role must be one of",
         ),
+        ({**KAGGLE, "prompt": "[null]"}, "prompt must be text; found null"),
+        ({**KAGGLE, "prompt": '["2+2?", " "]'}, "prompt must not be blank; found ' '"),
         (
-            {**KAGGLE, "winner_model_b": 1},
+            {"chosen": ["4", "four"], "rejected": ["5"], "q": "2+2?"},
             (
-                "winner_model_a must be 1 in one of winner_model_a, winner_model_b, winner_tie, 0 "
-                "elsewhere; found the number 1, the number 1, the number 0"
+                "prompt must exist beside lists of chosen and rejected answers; found columns "
+                "chosen, rejected, q. Write ::prompt=COLUMN,chosen=chosen,rejected=rejected"
             ),
-        ),
-        (
-            {**KAGGLE, "response_b": '["5", "6"]'},
-            "response_b must be a JSON list of 1 answers, one for each turn of prompt; found a l",
-        ),
-        (
-            {**KAGGLE, "response_b": "[null]"},
-            "response_b.content must be text, or text parts only; found null",
-        ),
-        (
-            {**KAGGLE, "response_b": "5"},
-            "response_b must be a JSON list of 1 answers, one for each turn of prompt; found '5'",
-        ),
-        (
-            {
-                **ULTRAFEEDBACK,
-                "completions": [rated("4", "a", 1), rated("5", "b", 2) | {"response": 5}],
-            },
-            "completions.response must be text; found the number 5",
-        ),
-        (
-            {"prompt": "2+2?", "generations": ["4", "5"], "ratings": [1, 2, 3]},
-            "ratings must be a list of 2 numbers, one for each of generations; found a list of 3",
         ),
         ({**ULTRAFEEDBACK, "instruction": " "}, "instruction must not be blank"),
         (
