@@ -137,6 +137,17 @@ def _beside(row: Row, columns: Mapping[str, str], *, finds: bool) -> list[str]:
     return [n for n, v in flat.items() if not any(isinstance(s, list | tuple | Mapping) for s in v)]
 
 
+def lists_of_numbers(columns: Row) -> tuple[str, ...]:
+    """The columns that may be the scores of another's answers: lists of numbers, as many."""
+    lists = {name: value for name, value in columns.items() if isinstance(value, list | tuple)}
+    sizes = {len(value) for value in lists.values() if len(value) > 1 and _are_answers(value)}
+    return tuple(
+        name
+        for name, value in lists.items()
+        if len(value) in sizes and all(isinstance(each, int | float) for each in value)
+    )
+
+
 def _are_messages(value: Any) -> bool:
     """Whether a column has several answers as messages, or as lists of them, of the assistant's."""
     if not isinstance(value, list | tuple) or not value:

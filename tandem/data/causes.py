@@ -79,7 +79,10 @@ def _map_of_answers(account: DatasetLedger, share: Share) -> tuple[str, str]:
         verdict = _like([name for name in single if name not in pair], _VERDICTS, len(single))
         return f"preferred={verdict}", "the column that says which answer is better"
     if several and (share == "pairs" or not any(_is_like(name, _ANSWERS) for name in single)):
-        scores = _like([name for name in lists if name != several[0]], _SCORES, len(lists))
+        others = [name for name in lists if name != several[0]]
+        numbers = [name for name in others if account.numbers[name] == account.unread[name]]
+        likely = numbers if len(numbers) == 1 else others
+        scores = _like(likely, _SCORES, 0 if likely is numbers else len(likely))
         answers = "" if several[0] in LISTS else f"answers={visible(several[0])},"
         return f"{answers}scores={scores}", "the list of the answers' scores"
     if share == "pairs":

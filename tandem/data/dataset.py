@@ -194,6 +194,7 @@ def read_all(
             account.notes.update(shaped.notes)
             account.unread.update(shaped.unread)
             account.lists.update(shaped.lists)
+            account.numbers.update(shaped.numbers)
             sample = _with_system(shaped.sample, config.system_prompt)
             sample = _of_one_column(sample, shaped.grade_column, account, graded_by)
             content = content_key(sample)

@@ -53,6 +53,7 @@ class DatasetLedger:
     shapes, notes: how many rows were read by each shape; what was skipped in rows that are used.
     unread: how many of the rows that are a prompt alone have each column that no shape reads.
     lists: in how many of them it is a list or an object, which is no answer.
+    numbers: in how many it is a list of numbers, one for each text or object of another list.
     fingerprint: SHA-256 over the usable rows' content in order.
     late: path to the line numbers of rows dropped after they had a use, so that none counts twice.
     """
@@ -71,6 +72,7 @@ class DatasetLedger:
     notes: Counter[str] = field(default_factory=Counter)
     unread: Counter[str] = field(default_factory=Counter)
     lists: Counter[str] = field(default_factory=Counter)
+    numbers: Counter[str] = field(default_factory=Counter)
     late: dict[str, set[int]] = field(default_factory=dict)
     fingerprint: str = ""
 
@@ -234,7 +236,7 @@ def _account(entry: dict[str, Any]) -> DatasetLedger:
         raise ValueError(f"unknown entry {sorted(unknown)[0]}")
     counters = ("used", "extra_copies", "unused", "shapes", "notes")
     entry = dict(entry, **{name: Counter(entry[name]) for name in counters})
-    for name in ("unread", "lists"):  # not in those of earlier versions
+    for name in ("unread", "lists", "numbers"):  # not in those of earlier versions
         entry[name] = Counter(entry.get(name, {}))
     entry["dropped"] = {reason: Dropped(**d) for reason, d in entry["dropped"].items()}
     entry["late"] = {path: set(lines) for path, lines in entry["late"].items()}

@@ -26,6 +26,7 @@ from tandem.data.aliases import (
     whole_prompt,
     with_lists,
 )
+from tandem.data.answer_lists import lists_of_numbers
 from tandem.data.comparisons import named, read_compared
 from tandem.data.dialogs import last_answer, pair_of, whole_dialog, with_system
 from tandem.data.excerpt import describe, names
@@ -76,7 +77,8 @@ class Shaped:
     shape: the shape's name, with the columns that were found under other names.
     notes: what is worth counting, each once per row. label_column, grade_column: where its label
     and its grade are from, or "". unread: the columns of a prompt alone that nothing reads; lists:
-    those of them that have a list or an object, which is no answer.
+    those of them that have a list or an object, which is no answer; numbers: those that may be the
+    scores of another's answers.
     """
 
     sample: Sample
@@ -86,6 +88,7 @@ class Shaped:
     grade_column: str = ""
     unread: tuple[str, ...] = ()
     lists: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
 
 
 def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None) -> Shaped:
@@ -159,6 +162,7 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
         where.get(graded.column, graded.column),
         unread,
         tuple(name for name in unread if _holds_no_answer(extra[name])) if unread else (),
+        lists_of_numbers({name: extra[name] for name in unread}) if unread else (),
     )
 
 

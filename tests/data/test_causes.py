@@ -71,6 +71,21 @@ def test_prompts_alone_name_their_columns_and_a_map(
             "Map the list of the answers' scores, as in a.jsonl::scores=my_ratings",
         ),
         (
+            {"prompt": "a", "tags": [1], "responses": ["b", "c"], "upvotes": [7, 3], "by": ["x"]},
+            "pairs",
+            "Map the list of the answers' scores, as in a.jsonl::scores=upvotes",
+        ),
+        (
+            {"prompt": "a", "responses": ["b", "c"], "upvotes": [7, 3], "flags": [0, 1]},
+            "pairs",
+            "Map the list of the answers' scores, as in a.jsonl::scores=COLUMN",
+        ),
+        (
+            {"instruction": "a", "response1": "c", "response2": "d", "winner": "gpt-4"},
+            "pairs",
+            "Map the column that says which answer is better, as in a.jsonl::preferred=winner",
+        ),
+        (
             {"question": "a", "model_answers": ["b", "c"], "level": "easy"},
             "pairs",
             "as in a.jsonl::prompt=question,answers=model_answers,scores=COLUMN",
@@ -124,6 +139,7 @@ def test_a_ledger_of_an_earlier_version_has_no_unread_columns(tmp_path: Path) ->
     ledger = ledger_of(tmp_path / "a.jsonl", [{"prompt": "a", "reply": "b"}])
     value = json.loads(ledger.to_json())
     del value["datasets"][0]["unread"], value["datasets"][0]["lists"]
+    del value["datasets"][0]["numbers"]
     account = Ledger.from_json(json.dumps(value)).datasets["a"]
     assert not account.unread
     assert not account.lists

@@ -745,8 +745,8 @@ def test_a_map_of_what_describes_no_answers_leaves_the_comparison(
             {"question": "2+2?", "cands": ["4", "5"], "rw": [1, 2]},
             {"answers": "cands", "scores": "rw"},
             (
-                "have prompt mapped too; found a map of answers and scores. Write ::prompt=question,"
-                "answers=cands,scores=rw after"
+                "have prompt mapped too; found a map of answers and scores. Write "
+                "::prompt=question,answers=cands,scores=rw after"
             ),
         ),
         (
@@ -766,8 +766,8 @@ def test_a_map_of_what_describes_no_answers_leaves_the_comparison(
             {"prompt": "2+2?", "x": "4", "y": "5"},
             {"answer_a": "x", "answer_b": "y"},
             (
-                "have preferred mapped too; found a map of answer_a and answer_b. Write ::answer_a=x,"
-                "answer_b=y,preferred=COLUMN after"
+                "have preferred mapped too; found a map of answer_a and answer_b. Write "
+                "::answer_a=x,answer_b=y,preferred=COLUMN after"
             ),
         ),
     ],
