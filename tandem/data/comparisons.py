@@ -148,6 +148,8 @@ def map_to_add(row: Row) -> str:
 
 def gap_in_map(row: Row, columns: Mapping[str, str]) -> RowProblem | None:
     """What a column map lacks that has some of the roles of a comparison; None of any other."""
+    if not columns.keys() <= {"prompt", *_READ, *MARKS}:
+        return None
     roles = dict(columns)
     given = [name for name in row if name not in columns.values()]
     if "prompt" not in columns and row.get("prompt") is None:

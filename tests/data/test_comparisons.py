@@ -776,6 +776,8 @@ def test_a_map_of_too_few_roles_is_told_as_the_map_to_write(
     row: Row, columns: dict[str, str], told: str
 ) -> None:
     assert told in problem(row, **columns)
+    other = problem({**row, "x": "4"}, **columns, completion="x")
+    assert "have the columns of a known shape" in other
 
 
 def test_more_maps_read_as_the_names_do() -> None:
