@@ -3,7 +3,8 @@
 `to_sample` looks at the columns present (null counts as absent), uses the first shape of SHAPES
 whose needs are met, and keeps every column that the shape does not read, for reward functions.
 Columns by other names are found first (see `aliases`). The column `answer` is kept even if a shape
-reads it: rewards compare with it. So is one that an alias makes the answer.
+reads it: rewards compare with it. So is one that an alias makes the answer, and those of several
+answers that are compared (see `comparisons`).
 
 In every conversation the answer is the last assistant turn, and the prompt is everything before it.
 The renderer marks earlier assistant turns as learned too, so SFT trains on whole dialogs.
@@ -178,7 +179,7 @@ def _compared(
     row: Row, columns: Mapping[str, str], shape: str, found: Mapping[str, str]
 ) -> comparisons.Compared | None:
     """`read_compared`, with the shape that the row has whatever marks are mapped."""
-    if not columns.keys().isdisjoint(comparisons.MARKS):
+    if columns and not columns.keys().isdisjoint(comparisons.MARKS):
         others = {role: n for role, n in columns.items() if role not in comparisons.MARKS}
         own = _shape_of(row, others)
         shape = own.name if own is not None else ""
