@@ -43,7 +43,7 @@ class Forecast:
         self._rows = Rows()
         self._run, self._stage = run, stage
         self._load = Whole()
-        self._is_known = False
+        self._knows_times = False
         self._process = resident_bytes()
         try:
             self.prediction = self._predict(rows)
@@ -53,7 +53,10 @@ class Forecast:
     def _predict(self, rows: StepRows) -> StagePrediction:
         run, stage = self._run, self._stage
         known = known_machine()
-        self._is_known = known is not None
+        section = getattr(run.config, stage_of(stage).section)
+        # How many answers a conversation comes to have is not known.
+        converses = isinstance(section, RLConfig) and bool(section.environment)
+        self._knows_times = known is not None and not converses
         models, self._rows = _models(run, stage), measured_rows(run, stage, rows)
         name = known.name if known else processor.name()
         slack = constants("cpu", name)  # which the prediction adds
@@ -115,7 +118,7 @@ class Forecast:
             measured_bytes=float(whole.peak_bytes),
             live_bytes=phase.peak,
             process_bytes=self._process,
-            predicted_seconds=phase.seconds if self._is_known else None,
+            predicted_seconds=phase.seconds if self._knows_times else None,
             measured_seconds=whole.seconds / max(1, times),
             cpu_seconds=whole.cpu_seconds / max(1, times) if in_cpu else None,
             steps=steps,

@@ -156,6 +156,12 @@ def test_a_run_stopped_in_the_middle_is_the_same_run_and_replays(
     assert_equal_runs(tmp_path / "stopped", straight)
     assert any("hears as the answer to 4 prompts: goes on with 4" in line for line in lines)
     assert any("conversations of up to 4 answers and 120 tokens with " in line for line in lines)
+    told = (straight / "predictions.jsonl").read_text("utf-8").splitlines()
+    outcomes = [json.loads(line) for line in told]
+    assert outcomes
+    assert all(outcome["predicted_bytes"] for outcome in outcomes)
+    # Their length is not known, nor may constants be fitted to the longest.
+    assert {outcome["predicted_seconds"] for outcome in outcomes} == {None}
     steps = [record["values"] for record in records(straight) if record["step"] > 0]
     assert all(values["conversation_answers"] > 1 for values in steps)
     assert replay(str(straight), 2) == 0
