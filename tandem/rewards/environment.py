@@ -21,18 +21,20 @@ from typing import Any
 
 from tandem.config.scoring import ScoringConfig
 from tandem.named_functions import named_function
-from tandem.processor import num_cores
 from tandem.rewards.binding import parameters_of
 from tandem.rewards.calling import Call, Outcome
 from tandem.rewards.columns import columns_of
 from tandem.rewards.feed import Feed
 from tandem.rewards.hearing import NAMED, EnvironmentCall, EnvironmentFunction
-from tandem.rewards.pool import PoolLimits, WorkerPool, cannot_fork
+from tandem.rewards.pool import (
+    PoolLimits,
+    WorkerPool,
+    cannot_fork,
+    lines_printed,
+    told_printed,
+)
 from tandem.rewards.seeding import seeded
-from tandem.text import visible
 
-_MOST_WORKERS = 16
-_LINES_PRINTED = 3
 _LOOK_SECONDS = 0.2
 
 
@@ -84,13 +86,10 @@ class Environment:
         if not isinstance(function, str) and (why := cannot_fork()):
             self._why = f" ({why})"
         if not self._why and not getattr(found, "in_process", False):
-            limits = PoolLimits(
-                seconds=self.config.deadline_seconds,
-                workers=self.config.workers or min(_MOST_WORKERS, num_cores()),
-                memory_bytes=int(self.config.memory_gb * 2**30),
-            )
             target = function if isinstance(function, str) else self._call
-            self._pool = WorkerPool(target, limits, self._printed.append, what="environment")
+            self._pool = WorkerPool(
+                target, PoolLimits.of(self.config), self._printed.append, what="environment"
+            )
 
     def describe(self) -> str:
         """Its name, and where it runs if that is not as usual."""
@@ -138,9 +137,7 @@ class Environment:
 
     def printed(self) -> list[str]:
         """The lines that it has printed since the last time, a little of each call's."""
-        lines = [line for text in self._printed for line in text.splitlines() if line.strip()]
-        self._printed.clear()
-        return lines
+        return lines_printed(self._printed)
 
     def told(
         self, lines: Sequence[str], failures: Sequence[tuple[str, Outcome]], num_asked: int
@@ -151,12 +148,7 @@ class Environment:
             lines: that it printed. failures: where each row came from that it failed on, and how.
             num_asked: answers that it was asked about.
         """
-        told = [f"environment {self.label} printed: {visible(line)[:200]}"
-                for line in lines[:_LINES_PRINTED]]  # fmt: skip
-        if len(lines) > _LINES_PRINTED:
-            told.append(
-                f"environment {self.label} printed {len(lines) - _LINES_PRINTED} more lines"
-            )
+        told = told_printed(f"environment {self.label}", lines)
         if failures:
             kinds = Counter(outcome.failure for _, outcome in failures)
             reasons = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))

@@ -18,12 +18,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.config.scoring import ScoringConfig
 from tandem.errors import ConfigError
+from tandem.processor import num_cores
 from tandem.rewards.calling import Call, Judge, Outcome, Reason, RewardFunction, failed
 from tandem.rewards.feed import Feed
 from tandem.rewards.worker import MOST_PROCESSES, What, fork_host, receive, send
 from tandem.stopping import holding_back
+from tandem.text import visible
 
+_MOST_WORKERS = 16
+_LINES_SHOWN = 3
 START_SECONDS = 300.0
 """How long the file of a reward function may take to be imported."""
 _PROGRAM = (
@@ -43,6 +48,15 @@ class PoolLimits:
     seconds: float = 5.0
     workers: int = 1
     memory_bytes: int = 4 * 2**30
+
+    @staticmethod
+    def of(config: ScoringConfig) -> PoolLimits:
+        """Those that a run sets."""
+        return PoolLimits(
+            seconds=config.deadline_seconds,
+            workers=config.workers or min(_MOST_WORKERS, num_cores()),
+            memory_bytes=int(config.memory_gb * 2**30),
+        )
 
 
 @dataclass(slots=True)
@@ -345,3 +359,17 @@ def cannot_fork() -> str:
     return (
         "a GPU is in use, which a fork would break" if torch and torch.cuda.is_initialized() else ""
     )
+
+
+def lines_printed(printed: list[str]) -> list[str]:
+    """The lines of what a pool's `printed` was given, which is emptied."""
+    lines = [line for text in printed for line in text.splitlines() if line.strip()]
+    printed.clear()
+    return lines
+
+
+def told_printed(what: str, lines: Sequence[str]) -> list[str]:
+    """What to tell the user of lines that a function, `what`, has printed: the first of them."""
+    told = [f"{what} printed: {visible(line)[:200]}" for line in lines[:_LINES_SHOWN]]
+    more = len(lines) - _LINES_SHOWN
+    return [*told, f"{what} printed {more} more lines"] if more > 0 else told

@@ -13,21 +13,23 @@ from typing import Any
 
 from tandem.config.scoring import ScoringConfig
 from tandem.errors import DataError
-from tandem.processor import num_cores
 from tandem.rewards.binding import IF_NAMED, NEW_MESSAGES, columns_problem, names_parameter
 from tandem.rewards.calling import Call, Outcome, RewardFunction, outcomes_of
 from tandem.rewards.columns import account_of, columns_of
 from tandem.rewards.form import as_turns, is_conversational, reads_messages
 from tandem.rewards.loading import load_reward_function
-from tandem.rewards.pool import PoolLimits, WorkerPool, cannot_fork
+from tandem.rewards.pool import (
+    PoolLimits,
+    WorkerPool,
+    cannot_fork,
+    lines_printed,
+    told_printed,
+)
 from tandem.rewards.remote import RemoteReward
 from tandem.rewards.spec import RewardSpec, parse_specs, with_labels
-from tandem.text import visible
 
 OVERDUE_SECONDS = 60.0
 """After which a line says that a reward function is still running; then after twice that again."""
-_MOST_WORKERS = 16
-_LINES_PRINTED = 3
 
 GivenFunction = str | RewardFunction | tuple[str | RewardFunction, float]
 """A function's name or the function itself, and maybe its weight."""
@@ -254,13 +256,10 @@ class RewardFunctions:
                 f"limits: {why}. Name it as file.py:function to run it in processes of its own."
             )
             return _Function(spec, call, None, printed)
-        limits = PoolLimits(
-            seconds=config.deadline_seconds,
-            workers=config.workers or min(_MOST_WORKERS, num_cores()),
-            memory_bytes=int(config.memory_gb * 2**30),
-        )
         target = text_of(spec) if spec.where else call
-        return _Function(spec, call, WorkerPool(target, limits, printed.append), printed)
+        return _Function(
+            spec, call, WorkerPool(target, PoolLimits.of(config), printed.append), printed
+        )
 
     def _scored(self, function: _Function, call: Call, sources: Sequence[str]) -> FunctionScores:
         spec = function.spec
@@ -304,14 +303,9 @@ class RewardFunctions:
         return [outcome for outcomes in function.pool.run(calls) for outcome in outcomes]
 
     def _tell(self, function: _Function, found: FunctionScores) -> None:
-        lines = [line for text in function.printed for line in text.splitlines() if line.strip()]
-        function.printed.clear()
-        for line in lines[:_LINES_PRINTED]:
-            self._print_line(f"reward function {found.label} printed: {visible(line)[:200]}")
-        if len(lines) > _LINES_PRINTED:
-            self._print_line(
-                f"reward function {found.label} printed {len(lines) - _LINES_PRINTED} more lines"
-            )
+        lines = lines_printed(function.printed)
+        for line in told_printed(f"reward function {found.label}", lines):
+            self._print_line(line)
         if not found.failures:
             return
         self._require_no_failure(found)

@@ -21,7 +21,7 @@ from tandem.data.turns import turns_in
 from tandem.engine.hybrid import RLHFEngine
 from tandem.errors import ConfigError, DataError, ModelError
 from tandem.generation.conversing import ConversationRow, Conversing, End
-from tandem.models.source import positions_in
+from tandem.generation.generator import max_positions
 from tandem.parallel.world import World
 from tandem.rewards.calling import Outcome
 from tandem.rewards.environment import Environment, Replies, Said
@@ -34,10 +34,7 @@ _MOST_LETTERS = 100
 
 
 class ConversationSource:
-    """A `RolloutSource`: conversations with an environment.
-
-    Answers are drawn by one policy or another; all ranks call it and get the same rollout.
-    """
+    """Conversations with an environment, of whichever policy answers (`with_policy`, `talking`)."""
 
     def __init__(
         self,
@@ -128,7 +125,7 @@ class _Collecting:
         """The conversations that these prompts begin."""
         engine = self.engine
         answer = engine.settings.sampling.max_new_tokens
-        with self.conversations.talking(answer, positions_in(engine.actor.config)) as talk:
+        with self.conversations.talking(answer, max_positions(engine.actor)) as talk:
             return engine.rollout(prompts, step=step, numbers=numbers, conversing=talk)
 
 
@@ -255,6 +252,13 @@ def conversation_metrics(rollout: Rollout) -> dict[str, float]:
 def new_turns(row: PromptRow, response: str) -> list[dict[str, Any]]:
     """The turns since the data's prompt, the answer the last."""
     return as_dicts([*row.messages[len(given_turns(row)) :], Message("assistant", response)])
+
+
+def new_messages(rollout: Rollout) -> list[list[dict[str, Any]]] | None:
+    """The `new_turns` of each row; None where all are single answers."""
+    if not any(isinstance(row, ConversationRow) for row in rollout.prompts):
+        return None
+    return list(map(new_turns, rollout.prompts, rollout.responses))
 
 
 def given_turns(row: PromptRow) -> tuple[Message, ...]:

@@ -18,9 +18,9 @@ from tandem.data.loader import BatchOrder, permutation
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.update import restore_training, training_state
 from tandem.errors import ConfigError, DataError
+from tandem.generation.generator import max_positions
 from tandem.generation.sampler import sequence_key
 from tandem.metrics.log import Answer
-from tandem.models.source import positions_in
 from tandem.training.answer_records import AnswerKeeper
 from tandem.training.conversations import conversation_source, given_turns, said
 from tandem.training.evaluate import language_model_metrics, policy_metrics
@@ -195,7 +195,7 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
         config, engine.renderer, columns=columns, world=run.world, print_line=run.print_line
     )
     if conversations is not None:
-        run.print_line(f"{stage}: {conversations.describe(positions_in(engine.actor.config))}")
+        run.print_line(f"{stage}: {conversations.describe(max_positions(engine.actor))}")
     return PPOTrainer(
         engine,
         config,

@@ -24,9 +24,9 @@ from tandem.engine.learner import Learner
 from tandem.engine.oom import MicroBatchBudget
 from tandem.engine.update import BegunUpdate, LossTerm, MicroBatchLoss, Update, training_mode
 from tandem.errors import BadStepError, ConfigError, NumericsError
+from tandem.generation.generator import max_positions
 from tandem.metrics.timing import Phases
 from tandem.models.replayed import KeptStates
-from tandem.models.source import positions_in
 from tandem.objectives.kl import adapted_kl_coef
 from tandem.objectives.policy import TokenLosses, aggregation
 from tandem.training.algorithm import (
@@ -249,7 +249,7 @@ class PPOTrainer:
         Raises:
             OutOfMemoryError: it does not.
         """
-        longest, positions = max(map(len, prompts)), positions_in(self.engine.actor.config)
+        longest, positions = max(map(len, prompts)), max_positions(self.engine.actor)
         answer, size = answer_tokens(self.config, longest, positions), minibatch_size(self.config)
         rehearse_updates(self.engine, self.budget, size, self.algorithm, prompts, answer)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from tandem.rewards.calling import RewardFunction
 from tandem.rewards.columns import ColumnAccount, account_of
 from tandem.rewards.scoring import Answers, FunctionScores, GivenFunction, RewardFunctions
 from tandem.rewards.selftest import ReferenceRow, self_test
-from tandem.training.conversations import new_turns
+from tandem.training.conversations import as_dicts, new_messages
 from tandem.training.stage_data import StepRows
 from tandem.types import PromptRow, Rollout
 
@@ -200,7 +199,7 @@ def _problem(
     tested = [
         ReferenceRow(
             _prompt(row),
-            _messages(row),
+            as_dicts(row.messages),
             row.columns,
             str(row.source),
             partial(rows.renderer.prompt_text, row),
@@ -238,21 +237,14 @@ def _answers(rollout: Rollout, rewards: RewardFunctions, renderer: Renderer | No
     return Answers(
         prompts=[_prompt(prompt) for prompt in rollout.prompts],
         completions=list(rollout.responses),
-        messages=[_messages(prompt) for prompt in rollout.prompts],
+        messages=[as_dicts(prompt.messages) for prompt in rollout.prompts],
         rows=[prompt.columns for prompt in rollout.prompts],
         sources=[str(prompt.source) for prompt in rollout.prompts],
         completion_ids=ids,
         prompt_texts=texts,
-        new_messages=[
-            new_turns(prompt, text)
-            for prompt, text in zip(rollout.prompts, rollout.responses, strict=True)
-        ],
+        new_messages=new_messages(rollout),
     )
 
 
 def _prompt(row: PromptRow) -> str:
     return row.messages[-1].content
-
-
-def _messages(row: PromptRow) -> list[dict[str, Any]]:
-    return [message.as_dict() for message in row.messages]

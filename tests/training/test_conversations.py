@@ -4,6 +4,7 @@ after stops."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,14 +189,7 @@ def test_ranks_have_the_conversations_of_one(
         parallel={"actor_zero_stage": stage},
     )
     alone = ran(config)
-    several = talking(
-        tmp_path / "two",
-        tiny_model,
-        data=[preferences],
-        grpo={"steps": 2},
-        parallel={"actor_zero_stage": stage},
-    )
-    on_ranks(2, ranks_ran, several)
+    on_ranks(2, ranks_ran, replace(config, output_dir=str(tmp_path / "two")))
     assert_same_measures(tmp_path / "two", alone)
 
 
