@@ -218,3 +218,15 @@ def test_a_stage_draws_only_what_it_logged(tmp_path):
         },
         {"Reward before penalty and clipping": [(2, "held-out", "4")]},
     ]
+
+
+def test_the_ends_of_conversations_are_told_apart(tmp_path):
+    values = {"conversations_over": 0.3, "conversations_cut": 0.5, "environment_failed": 0.1}
+    write_lines(tmp_path / "metrics.jsonl", [metrics_line("grpo", 1, **values)])
+    ((stage,),) = [stage_curves(read_folder(tmp_path))]
+    legends = {figure["title"]: figure["legend"] for figure in stage["figures"]}
+    assert [label for _, label, _ in legends["Ends of conversations"]] == [
+        "by the environment",
+        "by a limit",
+        "by a failure",
+    ]
