@@ -22,14 +22,13 @@ import http.client
 import json
 import math
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -45,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.models import SHAPES
 from bench.pauses import CASES, COLUMNS, cpu_clock, pauses_of
 from bench.pauses import summarized as summarized_pauses
+from bench.ports import free_port
 from bench.report import Report, count, parser, table
 from tandem.config.load import build_config, dump_config
 from tandem.data.embedded.tokenizer import build_tokenizer
@@ -276,8 +276,7 @@ def served(
     command: Callable[[int], list[str]], threads: int
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A server that answers, and its port; `command` makes its words of the port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     words, quiet = command(port), subprocess.DEVNULL
     errors = quiet if "--threads-http" in words else None  # llama.cpp tells every request there
@@ -296,10 +295,9 @@ def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
         if process.poll() is not None:
             raise SystemExit(f"the server must start; it ended with code {process.returncode}.")
         try:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-            connection.request("GET", "/health")
-            is_up = connection.getresponse().status == 200
-            connection.close()
+            with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as connection:
+                connection.request("GET", "/health")
+                is_up = connection.getresponse().status == 200
         except OSError:
             is_up = False
         if is_up:

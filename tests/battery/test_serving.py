@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from bench.ports import free_port
 from tests.battery.figures import record
 
 pytestmark = pytest.mark.skipif(
@@ -37,8 +38,7 @@ class Server:
     """`tandem serve RUN` on a free port of this machine."""
 
     def __init__(self, run: Path, votes: Path, *flags: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         command = [sys.executable, "-m", "tandem", "serve", str(run), "--port", str(self.port)]
         self.process = subprocess.Popen(
             [*command, "--votes", str(votes), "--slots", "8", *flags],

@@ -149,12 +149,6 @@ def wait_for(holds: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def listens(port: int) -> bool:
     """Whether something takes connections on the loopback's port."""
     with socket.socket() as probe:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from bench.ports import free_port
 from tandem.errors import ConfigError
 from tandem.launch.flags import LaunchOptions
 from tandem.launch.run import launch
 from tests.launch.programs import (
     EXCHANGES,
     PLAIN,
-    free_port,
     is_alive,
     listens,
     pids,

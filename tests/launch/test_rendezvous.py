@@ -10,6 +10,7 @@ from threading import Thread
 
 import pytest
 
+from bench.ports import free_port
 from tandem.errors import ConfigError
 from tandem.launch import rendezvous
 from tandem.launch.rendezvous import (
@@ -19,7 +20,6 @@ from tandem.launch.rendezvous import (
     interface_of,
     listening_store,
 )
-from tests.launch.programs import free_port
 
 
 def test_a_store_listens_on_one_address_alone() -> None:

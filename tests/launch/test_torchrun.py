@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.ports import free_port
 from tandem.config.load import dump_config
 from tandem.config.schema import ParallelConfig
-from tests.launch.programs import free_port
 from tests.tiny import save_tiny_model, tiny_config, write_preferences
 from tests.training.runs import ran
 from tests.training.test_ranks import assert_same_run

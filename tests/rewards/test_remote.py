@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from bench.ports import free_port
 from tandem.config.scoring import ScoringConfig
 from tandem.errors import ConfigError, StoppedWaiting
 from tandem.rewards import remote
@@ -188,9 +189,7 @@ def named(url: str, **options: object) -> str:
 
 
 def free_url() -> str:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{one.getsockname()[1]}/get_reward"
+    return f"http://127.0.0.1:{free_port()}/get_reward"
 
 
 def test_answers_go_in_batches_as_openrlhf_sends_them_and_rewards_come_in_order() -> None:
