@@ -118,10 +118,17 @@ def num_non_finite(history: History, metric: str) -> float | None:
     return float(sum(not math.isfinite(value) for value in history.record.values.values()))
 
 
+_MOSTLY = 0.9
+
+
 def over_longest(history: History, metric: str) -> float | None:
-    """The last record's mean length over its longest."""
-    longest = history.record.values.get(f"{metric}_max")
-    return None if longest is None else _ratio(history.record.values[metric], longest)
+    """The last record's mean length over its longest; None where most answers ended by
+    themselves, and are merely of one length."""
+    values = history.record.values
+    longest = values.get(f"{metric}_max")
+    if longest is None or values.get("eos_rate", 0.0) > _MOSTLY:
+        return None
+    return _ratio(values[metric], longest)
 
 
 def heldout_lost(history: History, metric: str) -> float | None:

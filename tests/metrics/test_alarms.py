@@ -112,12 +112,15 @@ def test_an_alarm_has_its_rules_value_and_threshold():
 
 
 def test_answers_at_the_length_limit_raise_an_alarm():
-    def records(mean):
-        values = {"response_tokens": mean, "response_tokens_max": 128.0}
+    def records(mean, **more):
+        values = {"response_tokens": mean, "response_tokens_max": 128.0, **more}
         return [Record("ppo", step, 0.0, values) for step in range(1, 4)]
 
     assert fired("ppo", records(127.0)) == [(3, "length-limit")]
     assert fired("ppo", records(100.0)) == []
+    # A policy that has learned one form says as much each time.
+    assert "length-limit" not in dict(map(reversed, fired("ppo", records(127.0, eos_rate=0.99))))
+    assert (3, "length-limit") in fired("ppo", records(127.0, eos_rate=0.1))
 
 
 def test_overfitting_compares_with_the_recent_training_accuracy():
