@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tandem.data.call_probe import reader_of
+from tandem.data.call_reader import Called, CallReader
 from tandem.data.changed_json import PROBE
 from tandem.data.template_limits import deadline
 from tandem.data.tools import checked_calls, for_template
@@ -62,14 +64,27 @@ _Render = Callable[[tuple[Message, ...], bool, str, CallForm | None], str]
 
 def probe_turn(number: int, words: str, form: CallForm) -> Message:
     """A turn with so many calls, each with a name and an argument of its own."""
-    calls = []
-    for i in range(number):
-        arguments: Any = {f"{PROBE}key{i}": f"{PROBE}value{i}"}
-        if form.as_text:
-            arguments = json.dumps(arguments)
-        function = {"name": f"{PROBE}name{i}", "arguments": arguments}
-        calls.append({"id": f"{PROBE}{i}", "type": "function", "function": function})
-    return Message("assistant", words, tool_calls=json.dumps(calls))
+    calls = [
+        Called(f"{PROBE}name{i}", {f"{PROBE}key{i}": f"{PROBE}value{i}"}, f"{PROBE}{i}")
+        for i in range(number)
+    ]
+    given = for_template(json_of(calls), as_text=form.as_text)
+    return Message("assistant", words, tool_calls=given)
+
+
+def json_of(calls: Sequence[Called]) -> str:
+    """Calls as a turn has them."""
+    return json.dumps(
+        [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
+        ],
+        ensure_ascii=False,
+    )
 
 
 def _missing(text: str, number: int, words: str) -> str:
@@ -89,16 +104,19 @@ class Calls:
             and calls in a form; it may raise anything.
         name: the template's, for messages.
     Attributes:
-        opening: turns that the template takes; set before anything is asked.
+        opening: turns that the template takes. lead, terminator: what stands before and behind an
+            answer's words (see `ChatTemplate`). All are set before anything is asked.
     """
 
     opening: tuple[Message, ...] = ()
+    lead = terminator = ""
 
     def __init__(self, render: _Render, name: str) -> None:
         self._render = render
         self._name = name
         self._forms: dict[bool, CallForm | None] = {}
         self._losses: dict[tuple[bool, bool, int], str] = {}
+        self._readers: list[CallReader | None] = []
 
     def in_form(self, messages: Sequence[Message], has_tools: bool, where: str) -> list[Message]:
         """The turns with calls as the template takes them.
@@ -152,6 +170,26 @@ class Calls:
                 found = [form for form in FORMS if self._works(has_tools, form)]
             self._forms[has_tools] = found[0] if found else None
         return self._forms[has_tools]
+
+    def reader(self) -> CallReader | None:
+        """How to read calls in what a model wrote, with tools in its prompt; None if the template
+        writes none, or in a form that is not known."""
+        if not self._readers:
+            with deadline():
+                self._readers = [reader_of(self._write) if self.form(True) else None]
+        return self._readers[0]
+
+    def _write(self, calls: Sequence[Called]) -> str:
+        """What the template writes of calls, without the end of the turn; "" if it refuses."""
+        form = self.form(True) or FORMS[0]
+        given = for_template(json_of(calls), as_text=form.as_text)
+        try:
+            text = self._written(True, Message("assistant", "", tool_calls=given), form)
+        except TimeoutError:
+            raise
+        except Exception:  # a template is a program, and some take one call at a time
+            return ""
+        return text.removeprefix(self.lead).rstrip().removesuffix(self.terminator)
 
     def _works(self, has_tools: bool, form: CallForm) -> bool:
         try:

@@ -2,11 +2,22 @@
 
 DEFAULT_TEMPLATE = """\
 {{- PREFIX }}
+{%- if tools %}
+    {{- 'Functions that you may call, as JSON schemas:\\n' }}
+    {%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}
+    {{- 'To call one, write <tool_call>{"name": "...", "arguments": {...}}</tool_call>\\n\\n' }}
+{%- endif %}
 {%- for message in messages %}
     {%- if not loop.first %}{{- '\\n\\n' }}{%- endif %}
     {%- if message.role in ['system', 'developer'] %}{{- message.content }}
     {%- elif message.role == 'assistant' %}{{- 'Assistant: ' -}}
-        {% generation %}{{- message.content + eos_token }}{% endgeneration %}
+        {% generation %}{{- message.content or '' }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n' if message.content or not loop.first }}
+            {{- '<tool_call>{"name": ' + call.function.name | tojson + ', "arguments": ' }}
+            {{- call.function.arguments | tojson + '}</tool_call>' }}
+        {%- endfor %}
+        {{- eos_token }}{% endgeneration %}
     {%- else %}
         {{- {'user': 'Human: ', 'tool': 'Tool: '}[message.role] + message.content }}
     {%- endif %}
@@ -14,8 +25,9 @@ DEFAULT_TEMPLATE = """\
 {%- if add_generation_prompt %}{{- '\\n\\nAssistant:' }}{%- endif %}
 """
 """Conversations as "Human: hi\\n\\nAssistant: yo" + EOS, turns apart by a blank line, a system text
-first. PREFIX becomes what the tokenizer puts before a text (its BOS). `generation` marks what the
-assistant writes for trainers that ask Hugging Face for a mask of it."""
+first and the schemas of tools before it. PREFIX becomes what the tokenizer puts before a text (its
+BOS). `generation` marks what the assistant writes for trainers that ask Hugging Face for a mask of
+it."""
 
 PLAIN_TEMPLATE = """\
 {{- PREFIX }}

@@ -20,12 +20,14 @@ from typing import Any, get_args
 
 from transformers import PreTrainedTokenizerBase
 
+from tandem.data.call_reader import CallReader
 from tandem.data.changed_json import changed_tools, changed_turn, each, texts_of, tool_texts
 from tandem.data.control import ControlTokens, free_mark
 from tandem.data.excerpt import excerpt
 from tandem.data.marked_template import marked, rendering
 from tandem.data.own_template import PROBES, OwnTemplate, text_before
 from tandem.data.span_tokenizer import PieceTokenizer, definition_of
+from tandem.data.spoken import Spoken, spoken
 from tandem.data.template import ChatTemplate, Part
 from tandem.data.template_limits import deadline, in_time
 from tandem.data.turns import listed_tools, turns_in
@@ -130,6 +132,16 @@ class Renderer:
                 texts.append(template.prompt([Message(role, "yes"), *template.opening], "probe"))
         found = {i for text in texts for i in self._control.written(text)}
         return tuple(sorted(found | {self.terminator_id}))
+
+    @property
+    def call_reader(self) -> CallReader | None:
+        """What reads calls of tools in a model's answers; None where the template does not show
+        how they are written."""
+        return self._template.calls.reader()
+
+    def spoken(self, text: str, tools: str, messages: Sequence[Message]) -> Spoken:
+        """An answer's text as the assistant's turn behind `messages`: see `data.spoken`."""
+        return spoken(self.call_reader if tools else None, text, tools, messages)
 
     @property
     def takes_more_turns(self) -> bool:

@@ -109,9 +109,10 @@ class ChatTemplate:
         require_bounded(self.source, self.name, self._advice)
         self._template = TemplateCall(tokenizer, self.source)
         self.opening, self.lead, after = tried(self._call, self.name, self._advice)
-        self.calls.opening = self.opening
         found = control.find(after)
         self.terminator = after[found[0].start : found[0].end] if found else ""
+        self.calls.opening = self.opening
+        self.calls.lead, self.calls.terminator = self.lead, self.terminator
         self.trail = after[: found[0].start] if found else ""
         self._beyond = after[found[0].end :] if found else after
         if own is not None:

@@ -211,8 +211,8 @@ def test_words_beside_calls_are_shown_or_refused() -> None:
         Renderer(built(AS_TEXT)).prompt([ASKED, both, RESULT])
 
 
-@pytest.mark.parametrize("template", [CHATML, THINKING, None])
-def test_a_template_that_writes_no_calls_refuses_them(template: str | None) -> None:
+@pytest.mark.parametrize("template", [CHATML, THINKING])
+def test_a_template_that_writes_no_calls_refuses_them(template: str) -> None:
     tokenizer = built(CHATML)
     tokenizer.chat_template = template
     renderer = Renderer(tokenizer)

@@ -1,0 +1,90 @@
+"""What a model said, as the assistant's turn: its words, and the calls of tools in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from tandem.data.call_form import json_of
+from tandem.data.call_probe import call_id
+from tandem.data.call_reader import CallError, CallReader, argument_types
+from tandem.data.rows import RowProblem
+from tandem.data.tools import read_calls
+from tandem.errors import DataError
+from tandem.message import Answer, Message, answer_text, answer_turn
+from tandem.types import Source, TokenRow
+
+
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """An answer as a turn. problem: what is wrong with calls in it that could not be read, which
+    stay text; "" for nothing."""
+
+    turn: Message
+    problem: str = ""
+
+
+def spoken(
+    reader: CallReader | None, text: str, tools: str, messages: Sequence[Message] = ()
+) -> Spoken:
+    """An answer's text as the assistant's turn.
+
+    Args:
+        reader: of calls as the model's template writes them; None reads none.
+        tools: that its prompt lists, as JSON text; without any nothing is a call.
+        messages: the turns before it: calls without an id get the next number for one.
+    """
+    words = Message("assistant", text)
+    if reader is None or not tools:
+        return Spoken(words)
+    try:
+        content, calls = reader.read(text, argument_types(tools))
+        before = sum(len(json.loads(turn.tool_calls)) for turn in messages if turn.tool_calls)
+        named = [
+            call if call.id else replace(call, id=call_id(before + i))
+            for i, call in enumerate(calls)
+        ]
+        listed = read_calls(json_of(named), "tool_calls", 1)
+    except CallError as error:
+        return Spoken(words, str(error))
+    except RowProblem as problem:
+        return Spoken(words, f"{problem.field} must {problem.expected}; got {problem.found}")
+    return Spoken(Message("assistant", content, tool_calls=listed) if calls else words)
+
+
+class _Renders(Protocol):
+    """See `Renderer`."""
+
+    def conversation(
+        self,
+        messages: Sequence[Message],
+        answer: Answer,
+        source: Source,
+        last_turn_only: bool = False,
+        tools: str = "",
+    ) -> TokenRow:
+        """A conversation's tokens."""
+
+
+def as_judged(
+    renderer: _Renders, messages: Sequence[Message], answer: Answer, source: Source, tools: str
+) -> TokenRow:
+    """A conversation as a reward model with a template of its own reads it, the mask on the answer:
+    with calls of tools as that template writes them, or as JSON where it writes none.
+
+    Raises:
+        DataError: the template or the tokenizer refuses a turn.
+    """
+    turns = [*messages, answer_turn(answer)]
+    try:
+        return renderer.conversation(turns[:-1], turns[-1], source, True, tools)
+    except DataError:
+        if not any(turn.tool_calls for turn in turns):
+            raise
+        plain = [
+            replace(turn, content=answer_text(turn), tool_calls="") if turn.tool_calls else turn
+            for turn in turns
+        ]
+        return renderer.conversation(plain[:-1], plain[-1].content, source, True, tools)
