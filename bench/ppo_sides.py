@@ -27,7 +27,8 @@ from bench.models import (
 )
 from bench.plain_hf_ppo import PlainGRPO, PlainPPO, Sequences, Settings
 from tandem.config.load import build_config
-from tandem.config.schema import RunConfig, num_updates
+from tandem.config.schema import RunConfig
+from tandem.config.updates import num_updates
 from tandem.data.embedded.tokenizer import build_tokenizer
 from tandem.parallel.world import World
 from tandem.plan.knobs import nested

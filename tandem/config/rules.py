@@ -314,21 +314,24 @@ _READ_WITH = {
     "ema_decay": "ema",
     "kl_horizon": "kl_coef_target",
     "reward_function_weight": "reward_function",
-    "max_turns": "environment",
-    "max_conversation_tokens": "environment",
+    "max_turns": "environment tools",
+    "max_conversation_tokens": "environment tools",
 }
-"""Knobs of an RL stage that are read only if another one is set."""
+"""Knobs of an RL stage that are read only if another one is set, or one of several."""
 
 
 def _unread(rl: RLConfig, section: str) -> Iterator[str]:
     """Knobs that are set although nothing reads them."""
     defaults = type(rl)()
     for name, needed in _READ_WITH.items():
-        if getattr(rl, name) != getattr(defaults, name) and not getattr(rl, needed):
+        others = needed.split()
+        if getattr(rl, name) != getattr(defaults, name) and not any(
+            getattr(rl, other) for other in others
+        ):
+            known = " or ".join(f"{section}.{other}" for other in others)
             yield (
-                f"{section}.{name} must go with {section}.{needed}, without which nothing reads "
-                f"it; got {getattr(rl, name):g}. Set {section}.{needed}, or remove "
-                f"{section}.{name}"
+                f"{section}.{name} must go with {known}, without which nothing reads it; got "
+                f"{getattr(rl, name):g}. Set {known}, or remove {section}.{name}"
             )
 
 

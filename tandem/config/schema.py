@@ -173,8 +173,11 @@ class RLConfig:
     environment: str = knob("", path=True)
     """What answers hear back, as `file.py:name`, called as f(messages, **columns) -> the next turn,
     or None at the end (docs/environments.md). Empty: conversations of one answer."""
+    tools: tuple[str, ...] = knob((), path=True)
+    """Functions that the policy may call, as `file.py:name`: their schemas are in each prompt,
+    calls in answers are made, and the policy hears what they return (docs/tools.md)."""
     max_turns: int = knob(8, ge=1)
-    """Most answers in a conversation with the environment."""
+    """Most answers in a conversation with the environment, or with tools."""
     max_conversation_tokens: int = knob(0, ge=0)
     """Most tokens of one. 0: of the longest prompt, all answers and as many heard between them."""
     ema: bool = knob(False, common=RL)
@@ -212,6 +215,11 @@ class RLConfig:
             one = (self.reward_function,) if self.reward_function else ()
             object.__setattr__(self, "reward_function", one)
         at_home(self)
+
+    @property
+    def converses(self) -> bool:
+        """Whether something answers the policy, which then answers again."""
+        return bool(self.environment or self.tools)
 
     @property
     def has_critic(self) -> bool:
@@ -270,6 +278,11 @@ class GRPOConfig(RLConfig, CriticFreeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.apply_preset()
+
+    @property
+    def converses(self) -> bool:
+        """Whether something answers the policy, which then answers again."""
+        return bool(self.environment or self.tools)
 
     @property
     def has_critic(self) -> bool:
@@ -378,21 +391,3 @@ def rl_section(config: RunConfig) -> RLConfig:
     """The section of the run's RL stage, or of the first RL stage if the run has none."""
     section: RLConfig = getattr(config, rl_stage(config.stages).section)
     return section
-
-
-_MINIBATCHES = 8
-"""Of a rollout, where `minibatch_size` names no size."""
-
-
-def num_updates(config: RunConfig, num_steps: int) -> int:
-    """Optimizer steps in `num_steps` steps of the RL stage (rollouts), if none stops early."""
-    rl = rl_section(config)
-    answers = rl.prompts_per_step * config.sampling.samples_per_prompt
-    return num_steps * rl.epochs * -(-answers // minibatch_size(config))
-
-
-def minibatch_size(config: RunConfig) -> int:
-    """Answers per optimizer step of the RL stage."""
-    rl = rl_section(config)
-    answers = rl.prompts_per_step * config.sampling.samples_per_prompt
-    return rl.minibatch_size or -(-answers // _MINIBATCHES)

@@ -236,7 +236,7 @@ STAGES: tuple[Stage, ...] = (
             *("kl_coef", "kl_in", "kl_coef_target", "kl_horizon", "clip_ratio", "entropy_coef"),
             *("early_stop_kl", "ratio_tolerance", "ptx_data", "ptx_coef", "ptx_batch_size"),
             *("loss_function", "advantage_function"),
-            *("environment", "max_turns", "max_conversation_tokens"),
+            *("environment", "tools", "max_turns", "max_conversation_tokens"),
         ),
         compares_answers=True,
         headline="reward",

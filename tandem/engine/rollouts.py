@@ -186,10 +186,10 @@ def _exchanged(
     for place, (text, grown) in zip(order.tolist(), texts, strict=True):
         responses[place] = text
         if grown is not None:
-            token_ids, messages, given, end = grown
+            token_ids, messages, *more = grown
             base = owners[place]
             owners[place] = ConversationRow(
-                token_ids, messages, base.columns, base.source, base.tools, given, end
+                token_ids, messages, base.columns, base.source, base.tools, *more
             )
     ended = world.gather_flat((own.finished if own else none).to(torch.uint8), rows)
     per_token: dict[str, Any] = {
@@ -209,4 +209,4 @@ def _grown(row: PromptRow) -> tuple[Any, ...] | None:
     """What a conversation's row has that its prompt's does not tell; None for a plain prompt."""
     if not isinstance(row, ConversationRow):
         return None
-    return row.token_ids, row.messages, row.given, row.end
+    return row.token_ids, row.messages, row.given, row.end, row.failed_calls

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tandem.config.engine import EngineSettings
 from tandem.data.own_template import put_template, read_template
 from tandem.data.render import Renderer
+from tandem.data.spoken import as_judged
 from tandem.engine.forward import scored, sequence_scores
 from tandem.engine.placement import Base, Model, Placement
 from tandem.models.load import check_vocabulary, load_tokenizer
@@ -75,9 +76,8 @@ class RewardScorer:
         for prompt, response, finished in zip(
             rollout.prompts, rollout.responses, rollout.finished.tolist(), strict=True
         ):
-            row = self.renderer.conversation(
-                prompt.messages, response, prompt.source, last_turn_only=True, tools=prompt.tools
-            )
+            answer = policy_renderer.spoken(response, prompt.tools, prompt.messages).turn
+            row = as_judged(self.renderer, prompt.messages, answer, prompt.source, prompt.tools)
             # An answer that was cut off must not get a terminator.
             rows.append(row if finished else _without_end(row))
         return self.raw_rows(rows)

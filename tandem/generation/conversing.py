@@ -21,10 +21,12 @@ class ConversationRow(PromptRow):
 
     token_ids: of the whole conversation up to where that answer begins, as it was sampled and
     heard. messages: the same as turns. given: how many of them are the data's. end: how it ended.
+    failed_calls: of tools, in all its answers.
     """
 
     given: int = 0
     end: End = ""
+    failed_calls: int = 0
 
     @staticmethod
     def begun(row: PromptRow) -> ConversationRow:

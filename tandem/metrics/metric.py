@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tandem.config.stages import Family
@@ -53,3 +53,8 @@ class Metric:
     def is_heldout(self) -> bool:
         """Whether it is measured at evaluations on held-out rows, not at every step."""
         return self.name.startswith("heldout_")
+
+
+def grouped(group: str, *metrics: Metric) -> tuple[Metric, ...]:
+    """Metrics of one group."""
+    return tuple(replace(metric, group=group) for metric in metrics)

@@ -6,19 +6,14 @@ headings and the alarms all read it, through `tandem.metrics.names`.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tandem.config.stages import FAMILIES, Family
-from tandem.metrics.metric import PHASES, REASONS, Metric
+from tandem.metrics.costs import COSTS
+from tandem.metrics.metric import REASONS, Metric, grouped
 
 _TEXT: tuple[Family, ...] = ("supervised",)
 _PAIRS: tuple[Family, ...] = ("pairs",)
 _BOTH: tuple[Family, ...] = ("supervised", "pairs")
 _RL: tuple[Family, ...] = ("rl",)
-
-
-def _group(group: str, *metrics: Metric) -> tuple[Metric, ...]:
-    return tuple(replace(metric, group=group) for metric in metrics)
 
 
 def _and_by_dataset(metric: Metric) -> tuple[Metric, Metric]:
@@ -130,7 +125,7 @@ METRICS: tuple[Metric, ...] = (
         "Tokens in this batch, padding excluded.", chart="Tokens per batch"),
     Metric("epoch", "passes", _BOTH, "",
         "Passes over the stage's data so far, as a fraction.", column="epoch"),
-    *_group("reward",
+    *grouped("reward",
         Metric("reward", "normalized reward", _RL, "higher",
             "Mean score of the step's answers as the policy is trained on it: normalized, clipped, "
             "missing-EOS penalty subtracted, then grpo.overlong_penalty; KL not included.",
@@ -186,6 +181,11 @@ METRICS: tuple[Metric, ...] = (
             "Conversations that ended where the environment failed: it raised, took too long, "
             "died, or its turns cannot be read or rendered.", "0", chart="Ends of conversations",
             line="by a failure"),
+        Metric("tool_calls", "calls", _RL, "", "Mean number of calls of tools in a conversation.",
+            title="Calls per conversation"),
+        Metric("tool_calls_failed", "share", _RL, "lower",
+            "Calls that failed: they cannot be read, name no tool or other arguments, or the "
+            "function raised or took too long.", "falls", title="Failed calls"),
         Metric("reward_failures/*", "answers", _RL, "lower",
             "Answers on which a reward function failed, by reason: it raised, took too long, took "
             "too much memory, its process died, it started too many processes, or its result is no "
@@ -200,7 +200,7 @@ METRICS: tuple[Metric, ...] = (
             "the KL is in the reward.", "rises: the gain is worth its KL",
             source="arXiv:2203.02155"),
     ),
-    *_group("kl",
+    *grouped("kl",
         Metric("kl", "nats per answer", _RL, "",
             "KL from the reference to the sampling policy: log-ratio (k1) summed over an answer's "
             "tokens, mean over answers.", "0 at step 1, then grows slowly to 1 to 20; never "
@@ -235,7 +235,7 @@ METRICS: tuple[Metric, ...] = (
         Metric("old_logprobs_sampled", "share", _RL, "",
             "1 if the sampler's log-probs were used as old_logprobs, 0 if they were recomputed."),
     ),
-    *_group("answers",
+    *grouped("answers",
         Metric("rank_wait", "share", _RL, "lower",
             "Share of the ranks' rollout time spent waiting for the slowest rank.",
             "below 0.2; above, one rank is slow or there are few answers"),
@@ -252,7 +252,7 @@ METRICS: tuple[Metric, ...] = (
             "length limit.", "above 0.9, and not falling", title="Finished answers (EOS rate)",
             chart="Finished answers (EOS rate)", column="eos"),
     ),
-    *_group("update",
+    *grouped("update",
         Metric("policy_loss", "normalized advantage", _RL, "",
             "Surrogate loss as the update takes it, mean over the step's updates: per response "
             "token, or as grpo.normalization says (its size is another with each).",
@@ -376,25 +376,6 @@ METRICS: tuple[Metric, ...] = (
         "Share of the forward and backward passes of a step's updates that do no work, because "
         "their rank had fewer micro-batches than another or no rows. 0 on one rank.",
         "below 0.2; above, raise batch_size or ppo.minibatch_size, or lower micro_batch_tokens"),
-    *_group("cost",
-        Metric("seconds/*", "seconds", FAMILIES, "lower",
-            "Wall time of a phase since the last log line; `step` is all of it.", members=PHASES,
-            title="Time"),
-        Metric("tokens_per_second/*", "tokens/s", FAMILIES, "higher",
-            "Tokens per second of a phase, padding excluded: `generate` counts sampled tokens, the "
-            "other phases all tokens that they process.", members=PHASES, chart="Speed"),
-        Metric("samples_per_second/*", "samples/s", FAMILIES, "higher",
-            "Sequences per second of a phase; rows (pairs, rankings, answers) in stages on pairs.",
-            members=PHASES),
-        Metric("tflops/*", "TFLOP/s", FAMILIES, "higher",
-            "Model FLOP/s of a phase over all ranks: its forward and backward passes without "
-            "recomputation, the vocabulary head only for the tokens that go through it. `step`: "
-            "the FLOPs of all phases over the time of the whole step.", members=PHASES),
-        Metric("peak_memory_bytes/*", "bytes", FAMILIES, "lower",
-            "Peak memory during a phase: torch's allocator on CUDA, otherwise the process's "
-            "resident set (since its start where the system cannot reset the peak), with what it "
-            "keeps of memory that phases before have freed.",
-            members=PHASES, title="Peak memory"),
-    ),
+    *COSTS,
 )
 # fmt: on

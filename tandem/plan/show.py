@@ -145,7 +145,7 @@ def plan_notes(laid: Laid, rows: Sequence[str]) -> list[str]:
         notes.append(f"price: ${hardware.price:g} per hour and device ({hardware.priced})")
     known = constants(hardware.kind, hardware.name)
     lengths = "answers as long as sampling.max_new_tokens"
-    if rl_section(laid.config).environment:
+    if rl_section(laid.config).converses:
         lengths = "conversations as long as they may be"
     notes.append(f"times: {known.fitted_on}; {lengths}")
     return notes

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.config.conversations import answer_tokens
-from tandem.config.schema import RLConfig, RunConfig, minibatch_size, num_updates
+from tandem.config.schema import RLConfig, RunConfig
 from tandem.config.stages import Stage, leaving
+from tandem.config.updates import minibatch_size, num_updates
 from tandem.predict.rows import Rows
 
 _SPREAD = 1.5

@@ -7,19 +7,22 @@ It is called once per answer, with all turns so far as role and content dicts, t
 one at the end, and the columns of the data's row. It returns the next turn: a text (the user's), a
 dict of role and content or several of them in a list (a tool's); or None, and the conversation is
 over. What it knows of a conversation is what it is given: nothing has to be kept between calls, in
-whichever process they are made.
+whichever process they are made. Answers that call a run's tools hear those instead
+(`tandem.rewards.tool_use`).
 """
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.config.scoring import ScoringConfig
+from tandem.errors import ConfigError
 from tandem.named_functions import named_function
 from tandem.rewards.binding import parameters_of
 from tandem.rewards.calling import Call, Outcome
@@ -31,100 +34,134 @@ from tandem.rewards.pool import (
     WorkerPool,
     cannot_fork,
     lines_printed,
-    told_printed,
 )
 from tandem.rewards.seeding import seeded
+from tandem.rewards.tool_use import ToolFunction, missing_column, tool_name, unanswered, unread
 
 _LOOK_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What an environment is asked about: all turns so far as role and content, the policy's last;
-    the columns of the data's row, and where that came from."""
+    """What an environment is asked about.
 
-    messages: list[dict[str, str]]
+    messages: all turns so far as data has them, the policy's last. row: the columns of the data's.
+    source: where that came from. tools: that its prompt lists, as JSON text. problem: what is wrong
+    with calls in the last turn that could not be read.
+    """
+
+    messages: list[dict[str, Any]]
     row: Mapping[str, Any]
     source: str
+    tools: str = ""
+    problem: str = ""
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The calls of tools in the last turn."""
+        return self.messages[-1].get("tool_calls") or []
 
 
 class Environment:
-    """A run's environment, ready to answer.
+    """What answers a run's policy, ready: an environment's function, tools, or both.
 
-    A function that is named runs in worker processes that import it, one that is given itself in
-    processes forked from this one, with the limits that `scoring` sets for reward functions; one
-    with the attribute `in_process` runs here.
+    Functions that are named run in worker processes that import them; where one is given itself, in
+    processes forked from this one, with the limits that `scoring` sets for reward functions. Where
+    one has the attribute `in_process`, all run here.
 
     Attributes:
-        label: its name in messages.
+        label: what it is, in messages. tools: names of the functions that the policy may call.
     """
 
     def __init__(
         self,
-        function: EnvironmentFunction | str,
+        function: EnvironmentFunction | str | None,
         config: ScoringConfig | None = None,
         *,
+        tools: Sequence[ToolFunction | str] = (),
         columns: Iterable[str] = (),
-        knob: str = "environment",
+        section: str = "",
     ) -> None:
         """
         Args:
-            function: itself, or its name as `file.py:function?option=value`.
+            function: itself, or its name as `file.py:function?option=value`; None: with tools alone
+                a conversation is over at the first answer that calls none.
+            tools: functions, or their names.
             columns: those of all rows that are to come, so that a row without one gives None.
-            knob: its name in errors.
+            section: where the names are from, for errors.
         Raises:
-            ConfigError: a name leads nowhere.
+            ConfigError: a name leads nowhere, or two tools have one name.
         """
         self.config = config or ScoringConfig()
-        found = named_function(function, knob) if isinstance(function, str) else function
-        self.label = function if isinstance(function, str) else _name(function)
-        self._function, self._call = found, EnvironmentCall(found)
+        before = f"{section}." if section else ""
+        self._function = _named(function, f"{before}environment") if function else None
+        self._tools = [_named(tool, f"{before}tools") for tool in tools]
+        self.tools = tuple(map(tool_name, self._tools))
+        if len(set(self.tools)) < len(self.tools):
+            twice = next(name for name in self.tools if self.tools.count(name) > 1)
+            raise ConfigError(f"{before}tools must have names of their own; got {twice} twice.")
+        self.label = _label(function, self.tools)
+        self._call = EnvironmentCall(self._function, self._tools)
         self._columns = sorted(set(columns))
         self._printed: list[str] = []
         self._why = ""
         self._pool = None
-        if not isinstance(function, str) and (why := cannot_fork()):
+        given = [function or "", *tools]
+        names = [one for one in given if isinstance(one, str)]
+        if len(names) < len(given) and (why := cannot_fork()):
             self._why = f" ({why})"
-        if not self._why and not getattr(found, "in_process", False):
-            target = function if isinstance(function, str) else self._call
+        here = any(getattr(one, "in_process", False) for one in (self._function, *self._tools))
+        if not self._why and not here:
+            target = tuple(names) if len(names) == len(given) else self._call
             self._pool = WorkerPool(
                 target, PoolLimits.of(self.config), self._printed.append, what="environment"
             )
 
     def describe(self) -> str:
-        """Its name, and where it runs if that is not as usual."""
+        """What it is, and where it runs if that is not as usual."""
         if self._pool is not None:
             return self.label
         return f"{self.label}, in the training process, without deadline and limits{self._why}"
 
     def problem(self, columns: Iterable[str]) -> str:
-        """What keeps the function from being called with these columns, or ""."""
-        parameters = parameters_of(self._function)
-        known = {"messages", *columns}
+        """What keeps the functions from being called with these columns, or ""."""
+        given = sorted(set(columns))
+        parameters = parameters_of(self._function) if self._function else []
+        known = {"messages", "tools", *given}
         missing = [
             p.name
             for i, p in enumerate(parameters or [])
             if i and p.default is p.empty and p.kind in NAMED and p.name not in known
         ]
-        if not missing:
+        found = f"its parameter {missing[0]}" if missing else missing_column(self._tools, given)
+        if not found:
             return ""
-        listed = ", ".join(sorted(set(columns))) or "none"
         return (
-            f"environment {self.label} must take messages and the data's columns ({listed}); its "
-            f"parameter {missing[0]} is none of them. Give it a default, or change its name"
+            f"{self.label} must take messages and the data's columns ({', '.join(given) or 'none'})"
+            f"; {found} is none of them. Give it a default, or change its name"
         )
 
     def replies(self, said: Sequence[Said]) -> list[Outcome]:
         """What each of these conversations hears."""
         calls = [self._call_of(one) for one in said]
         if self._pool is None:
-            return [self._here(call) for call in calls]
-        return [outcome for found in self._pool.run(calls) for outcome in found]
+            outcomes = [self._here(call) for call in calls]
+        else:
+            outcomes = [outcome for found in self._pool.run(calls) for outcome in found]
+        return list(map(self._heard, said, outcomes))
 
     def _call_of(self, said: Said) -> Call:
         columns = columns_of([said.row], self.config.answer_column, self._columns)
-        answer = said.messages[-1]["content"]
+        if said.tools:
+            columns["tools"] = [json.loads(said.tools)]
+        answer = said.messages[-1]["content"] + (json.dumps(said.calls) if said.calls else "")
         return Call([""], [answer], {**columns, "messages": [said.messages]})
+
+    def _heard(self, said: Said, outcome: Outcome) -> Outcome:
+        """What is heard where this came of an answer: calls of tools that failed are answered."""
+        if outcome.failure and self.tools and said.calls:
+            return unanswered(said.calls, outcome)
+        return outcome
 
     def _here(self, call: Call) -> Outcome:
         with seeded(call.completions):
@@ -139,25 +176,53 @@ class Environment:
         """The lines that it has printed since the last time, a little of each call's."""
         return lines_printed(self._printed)
 
-    def told(
-        self, lines: Sequence[str], failures: Sequence[tuple[str, Outcome]], num_asked: int
-    ) -> list[str]:
-        """What to tell the user of a rollout.
+
+@dataclass
+class Tally:
+    """What became of answers that an environment was asked about.
+
+    num_asked: answers. num_calls: calls of tools in them. ends, calls: by the places of their
+    conversations, those answers and calls that it failed on: where the row came from, the kind of
+    failure, and its message.
+    """
+
+    num_asked: int = 0
+    num_calls: int = 0
+    ends: dict[int, tuple[str, str, str]] = field(default_factory=dict)
+    calls: dict[int, list[tuple[str, str, str]]] = field(default_factory=dict)
+
+    def told(self, label: str, others: Sequence[Tally] = ()) -> list[str]:
+        """What to tell the user of it, and of those of the other ranks.
 
         Args:
-            lines: that it printed. failures: where each row came from that it failed on, and how.
-            num_asked: answers that it was asked about.
+            label: the environment's.
         """
-        told = told_printed(f"environment {self.label}", lines)
-        if failures:
-            kinds = Counter(outcome.failure for _, outcome in failures)
-            reasons = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))
-            source, first = failures[0]
+        ranks = (self, *others)
+        told = []
+        calls = [f for rank in ranks for place in sorted(rank.calls) for f in rank.calls[place]]
+        if calls:
             told.append(
-                f"environment {self.label} failed on {len(failures)} of {num_asked} answers "
-                f"({reasons}), where their conversations end; the first: {source}: {first.message}"
+                f"{label} failed on {len(calls)} of {sum(rank.num_calls for rank in ranks)} calls "
+                f"({_kinds(calls)}), which the policy hears; {_first(calls)}"
+            )
+        ends = [rank.ends[place] for rank in ranks for place in sorted(rank.ends)]
+        if ends:
+            told.append(
+                f"{label} failed on {len(ends)} of {sum(rank.num_asked for rank in ranks)} answers "
+                f"({_kinds(ends)}), where their conversations end; {_first(ends)}"
             )
         return told
+
+
+def _kinds(failures: Sequence[tuple[str, str, str]]) -> str:
+    """How often each kind occurs, as "exception 2, timeout 1"."""
+    counted = Counter(kind for _, kind, _ in failures)
+    return ", ".join(f"{kind} {count}" for kind, count in sorted(counted.items()))
+
+
+def _first(failures: Sequence[tuple[str, str, str]]) -> str:
+    source, _, message = failures[0]
+    return f"the first: {source}: {message}"
 
 
 class Replies:
@@ -169,7 +234,8 @@ class Replies:
         self._feed: Feed | None = None
         self._thread: threading.Thread | None = None
         self._came: queue.SimpleQueue[tuple[int, Outcome] | BaseException] = queue.SimpleQueue()
-        self._num_asked = self._num_awaited = 0
+        self._num_asked = 0
+        self._said: dict[int, Said] = {}
 
     def __enter__(self) -> Replies:
         return self
@@ -186,9 +252,12 @@ class Replies:
     def ask(self, said: Said) -> int:
         """Ask about an answer; the number that `came` names it by."""
         environment, number = self._environment, self._num_asked
-        call = environment._call_of(said)
         self._num_asked += 1
-        self._num_awaited += 1
+        self._said[number] = said
+        if said.problem and environment.tools:
+            self._came.put((number, unread(said.problem)))
+            return number
+        call = environment._call_of(said)
         if environment._pool is None:
             self._came.put((number, environment._here(call)))
             return number
@@ -198,7 +267,8 @@ class Replies:
                 target=self._serve, args=(environment._pool, self._feed), name="environment"
             )
             self._thread.start()
-        return self._feed.put(call)
+        self._feed.put(call, number)
+        return number
 
     def came(self, *, wait: bool) -> list[tuple[int, Outcome]]:
         """What it has said since the last time, by the numbers of what it was asked.
@@ -209,7 +279,7 @@ class Replies:
             ConfigError: its processes cannot import the function.
         """
         found: list[tuple[int, Outcome]] = []
-        while self._num_awaited:
+        while self._said:
             try:
                 if found or not wait:
                     item = self._came.get_nowait()
@@ -221,8 +291,8 @@ class Replies:
                 continue
             if isinstance(item, BaseException):
                 raise item
-            self._num_awaited -= 1
-            found.append(item)
+            number, outcome = item
+            found.append((number, self._environment._heard(self._said.pop(number), outcome)))
         return found
 
     def _serve(self, pool: WorkerPool, feed: Feed) -> None:
@@ -232,5 +302,14 @@ class Replies:
             self._came.put(error)
 
 
-def _name(function: EnvironmentFunction) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
+def _named(function: EnvironmentFunction | str, knob: str) -> EnvironmentFunction:
+    return named_function(function, knob) if isinstance(function, str) else function
+
+
+def _label(function: EnvironmentFunction | str | None, tools: Sequence[str]) -> str:
+    parts = []
+    if function:
+        parts = [f"environment {function if isinstance(function, str) else tool_name(function)}"]
+    if tools:
+        parts.append(f"{'tool' if len(tools) == 1 else 'tools'} {', '.join(tools)}")
+    return " and ".join(parts)

@@ -25,19 +25,16 @@ class Feed:
         self.bell: socket.socket | None = None
         self._rope: socket.socket | None = None
         self._waiting = deque(enumerate(calls or ()))
-        self._num_put = len(self._waiting)
         self._lock = threading.Lock()
         self._is_closed = calls is not None
         if not self._is_closed:
             self.bell, self._rope = socket.socketpair()
 
-    def put(self, call: Call) -> int:
-        """Add a call; the number that it is answered by."""
+    def put(self, call: Call, number: int) -> None:
+        """Add a call, which is answered by that number."""
         with self._lock:
-            number, self._num_put = self._num_put, self._num_put + 1
             self._waiting.append((number, call))
         self._ring()
-        return number
 
     def close(self) -> None:
         """No more calls come."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tandem.rewards.binding import parameters_of
 from tandem.rewards.calling import Call, CallError, Judge, Outcome, awaited, guarded
+from tandem.rewards.tool_use import ToolBox, ToolFunction
 from tandem.text import visible
 
 EnvironmentFunction = Callable[..., Any]
@@ -18,25 +19,37 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 class EnvironmentCall(Judge):
-    """Calls an environment's function on one conversation after another."""
+    """Calls what answers the policy on one conversation after another: tools where its last answer
+    calls some, else an environment's function."""
 
-    def __init__(self, function: EnvironmentFunction) -> None:
+    def __init__(
+        self, function: EnvironmentFunction | None, tools: Sequence[ToolFunction] = ()
+    ) -> None:
+        """function: None ends conversations whose last answer calls nothing."""
         self._function = function
-        self._names, self._takes_all = _parameters(function)
+        self._names, self._takes_all = _parameters(function) if function else (set[str](), False)
+        self._tools = ToolBox(tools)
 
     def outcomes(self, call: Call) -> list[Outcome]:
-        """What each conversation of the call's column `messages` hears."""
+        """What each conversation of the call's column `messages` hears. The column `tools` has the
+        schemas in its prompt."""
         return [self._outcome(call, place) for place in range(len(call))]
 
     def _outcome(self, call: Call, place: int) -> Outcome:
         columns = {name: values[place] for name, values in call.columns.items()}
         messages = [dict(turn) for turn in columns.pop("messages")]
+        calls = messages[-1].get("tool_calls")
+        if self._tools.names and calls:
+            offered = [tool["function"]["name"] for tool in columns.pop("tools", None) or []]
+            return Outcome(None, turns=self._tools.turns(calls, messages, offered, columns))
+        function = self._function
+        if function is None:
+            return Outcome(None)
         if not self._takes_all:
             columns = {name: value for name, value in columns.items() if name in self._names}
 
         def called() -> list[Outcome]:
-            returned = awaited(self._function(messages, **columns))
-            return [Outcome(None, turns=turns_of(returned))]
+            return [Outcome(None, turns=turns_of(awaited(function(messages, **columns))))]
 
         return guarded(called, 1)[0]
 

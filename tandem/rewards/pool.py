@@ -120,12 +120,13 @@ class WorkerPool:
 
     def __init__(
         self,
-        function: RewardFunction | Judge | str,
+        function: RewardFunction | Judge | str | tuple[str, ...],
         pool_limits: PoolLimits,
         printed: Callable[[str], None] = lambda text: None,
         what: What = "reward function",
     ) -> None:
-        """`function`: its name, which the workers import; or itself, which they inherit by fork."""
+        """`function`: its name, or all names that it is made of, which the workers import; or
+        itself, which they inherit by fork."""
         self.limits = pool_limits
         self._what: What = what
         self._function = function
@@ -231,7 +232,7 @@ class WorkerPool:
         # The kernel's message comes at the end of the thread, not of the process.
         follows = threading.current_thread() is threading.main_thread()
         with theirs:
-            if not isinstance(self._function, str):
+            if not isinstance(self._function, str | tuple):
                 return _Host(ours, fork_host(theirs, self._function, memory, follows=follows))
             process = subprocess.Popen(
                 [
@@ -243,7 +244,7 @@ class WorkerPool:
             )  # fmt: skip
         order = {
             "what": self._what,
-            "name": self._function,
+            "names": [self._function] if isinstance(self._function, str) else self._function,
             "memory_bytes": memory,
             "follows": follows,
         }

@@ -90,7 +90,7 @@ def main(control: int, parent: int) -> None:
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         sys.stdout = sys.stderr = nowhere
         try:
-            function = _loaded(order["what"], order["name"])
+            function = _loaded(order["what"], order["names"])
         except Exception as error:
             send(connection, json.dumps({"error": str(error)}).encode())
             return
@@ -98,20 +98,22 @@ def main(control: int, parent: int) -> None:
         _Host(connection, function, order["memory_bytes"]).serve()
 
 
-def _loaded(what: What, name: str) -> RewardFunction | Judge:
-    """The function of that name.
+def _loaded(what: What, names: list[str]) -> RewardFunction | Judge:
+    """The function of that name; of an environment ("" for none) and tools, what calls them.
 
     Raises:
-        ConfigError: it leads nowhere.
+        ConfigError: one leads nowhere.
     """
     if what == "environment":
         from tandem.named_functions import named_function
         from tandem.rewards.hearing import EnvironmentCall
 
-        return EnvironmentCall(named_function(name, what))
+        name, *tools = names
+        function = named_function(name, what) if name else None
+        return EnvironmentCall(function, [named_function(tool, "tools") for tool in tools])
     from tandem.rewards.loading import load_reward_function
 
-    return load_reward_function(name)
+    return load_reward_function(names[0])
 
 
 def fork_host(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from tandem.config.conversations import CONVERSATION_KNOBS
 from tandem.config.engine import EngineSettings
 from tandem.config.load import config_knobs
 from tandem.config.schema import RunConfig, rl_section
@@ -166,8 +167,8 @@ def _made_from(run: Run) -> dict[str, Any]:
     identity = run.identity
     section = rl_stage(run.config.stages).section
     own = ["eval_prompts", "reward_"]
-    if rl_section(run.config).environment:
-        own += ["environment", "max_turns", "max_conversation_tokens"]
+    if rl_section(run.config).converses:
+        own += CONVERSATION_KNOBS
     measuring = (*_MEASURING, *(f"{section}.{name}" for name in own))
     knobs = identity.knobs(name for name, _ in config_knobs() if name.startswith(measuring))
     if template := identity.of_template():  # where its file lies does not matter
@@ -183,8 +184,8 @@ def _made_from(run: Run) -> dict[str, Any]:
         made_from[f"the files of {further.source}"] = identity.files_of_model(further.source)
     if _uses_function(run.config):
         made_from["the reward function"] = identity.reward_function()
-    if of_family(run.config.stages, "rl") and (digests := identity.environment()):
-        made_from["the environment"] = digests
+    if of_family(run.config.stages, "rl"):
+        made_from |= identity.conversations()
     return made_from | identity.in_memory
 
 

@@ -8,6 +8,7 @@ turns alone, and not from times, ranks or which answer ends first.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +25,8 @@ from tandem.generation.conversing import ConversationRow, Conversing, End
 from tandem.generation.generator import max_positions
 from tandem.parallel.world import World
 from tandem.rewards.calling import Outcome
-from tandem.rewards.environment import Environment, Replies, Said
+from tandem.rewards.environment import Environment, Replies, Said, Tally
+from tandem.rewards.pool import told_printed
 from tandem.text import one_line
 from tandem.training.rollout_source import RolloutSource
 from tandem.types import Message, PromptRow, Rollout
@@ -93,14 +95,13 @@ class ConversationSource:
         with Replies(environment) as replies:
             talk = _Talk(self._renderer, replies, max_answers=self._max_answers, longest=longest)
             yield talk
-        failures = [talk.failures[place] for place in sorted(talk.failures)]
-        ranks = world.all_gather_object((environment.printed(), failures, talk.num_asked))
-        lines = [line for printed, _, _ in ranks for line in printed]
-        failures = [failure for _, failed, _ in ranks for failure in failed]
-        told = environment.told(lines, failures, sum(asked for _, _, asked in ranks))
-        for line in told:
+        ranks = world.all_gather_object((environment.printed(), talk.tally))
+        lines = [line for printed, _ in ranks for line in printed]
+        first, *others = [tally for _, tally in ranks]
+        told = first.told(environment.label, others)
+        for line in (*told_printed(environment.label, lines), *told):
             self._print_line(line)
-        if failures and environment.config.on_failure == "stop":
+        if environment.config.on_failure == "stop" and any(tally.ends for _, tally in ranks):
             raise DataError(f"{told[-1]}. Fix the function, or set scoring.on_failure to none.")
 
     def _limit(self, positions: int | None) -> int:
@@ -144,16 +145,14 @@ class _Talk:
 
     Attributes:
         max_answers: of one conversation. longest: most tokens of the prompt of an answer.
-        num_asked: answers that the environment was asked about. failures: on which it failed, by
-            the places of their conversations: where the row came from, and how.
+        tally: what became of the answers that the environment was asked about.
     """
 
     def __init__(
         self, renderer: Renderer, replies: Replies, *, max_answers: int, longest: int
     ) -> None:
         self.max_answers, self.longest = max_answers, longest
-        self.num_asked = 0
-        self.failures: dict[int, tuple[str, Outcome]] = {}
+        self.tally = Tally()
         self._renderer, self._replies = renderer, replies
         self._asked: dict[int, _Asked] = {}
 
@@ -161,10 +160,12 @@ class _Talk:
         self, place: int, row: ConversationRow, token_ids: Sequence[int], text: str
     ) -> None:
         """Ask the environment."""
-        turns = (*row.messages, Message("assistant", text))
-        number = self._replies.ask(Said(as_dicts(turns), row.columns, str(row.source)))
-        self._asked[number] = _Asked(place, row, tuple(token_ids), turns)
-        self.num_asked += 1
+        answer = self._renderer.spoken(text, row.tools, row.messages)
+        turns = (*row.messages, answer.turn)
+        said = Said(as_dicts(turns), row.columns, str(row.source), row.tools, answer.problem)
+        self._asked[self._replies.ask(said)] = _Asked(place, row, tuple(token_ids), turns)
+        self.tally.num_asked += 1
+        self.tally.num_calls += len(said.calls) + bool(said.problem)
 
     def going_on(self, *, wait: bool) -> Sequence[tuple[int, ConversationRow]]:
         """The conversations of which it has said something by now."""
@@ -176,17 +177,24 @@ class _Talk:
 
     def _next(self, asked: _Asked, outcome: Outcome) -> ConversationRow:
         """The prompt of the next answer, or the row as it was with its end."""
-        row, renderer = asked.row, self._renderer
+        row, renderer, source = asked.row, self._renderer, str(asked.row.source)
 
         def ended(end: End, failure: Outcome | None = None) -> ConversationRow:
             if failure is not None:
-                self.failures[asked.place] = str(row.source), failure
+                self.tally.ends[asked.place] = source, failure.failure, failure.message
             return replace(row, end=end)
 
         if outcome.failure:
             return ended("failed", outcome)
         if outcome.turns is None:
             return ended("over")
+        wrong = [turn for turn in outcome.turns if "failure" in turn]
+        if wrong:
+            row = replace(row, failed_calls=row.failed_calls + len(wrong))
+            self.tally.calls.setdefault(asked.place, []).extend(
+                (source, turn["failure"], f"{turn.get('name', 'unreadable')}: {turn['error']}")
+                for turn in wrong
+            )
         if sum(len(turn["content"]) for turn in outcome.turns) > _MOST_LETTERS * self.longest:
             return ended("tokens")  # to tokenize a megabyte would hold all others up
         try:
@@ -211,24 +219,37 @@ def conversation_source(
     world: World | None = None,
     print_line: Callable[[str], None] = print,
 ) -> ConversationSource | None:
-    """The conversations that a run's RL section describes; None without an environment.
+    """The conversations that a run's RL section describes; None without environment and tools.
 
     Args:
         columns: of the data's rows.
     Raises:
-        ConfigError: the environment's name leads nowhere.
+        ConfigError: a name leads nowhere.
     """
-    rl, section = rl_section(config), rl_stage(config.stages).section
-    if not rl.environment:
+    rl = rl_section(config)
+    if not rl.converses:
         return None
-    knob = f"{section}.environment"
     return ConversationSource(
-        Environment(rl.environment, config.scoring, columns=columns, knob=knob),
+        environment_of(config, columns),
         renderer,
         max_answers=rl.max_turns,
         max_tokens=conversation_tokens(config),
         world=world,
         print_line=print_line,
+    )
+
+
+def environment_of(config: RunConfig, columns: Sequence[str]) -> Environment:
+    """What answers the policy in a run's RL section, which says so.
+
+    Args:
+        columns: of the data's rows.
+    Raises:
+        ConfigError: a name leads nowhere.
+    """
+    rl, section = rl_section(config), rl_stage(config.stages).section
+    return Environment(
+        rl.environment, config.scoring, tools=rl.tools, columns=columns, section=section
     )
 
 
@@ -241,12 +262,17 @@ def conversation_metrics(rollout: Rollout) -> dict[str, float]:
     def share(*ends: End) -> float:
         return sum(row.end in ends for row in rows) / len(rows)
 
-    return {
+    found = {
         "conversation_answers": sum(row.num_answers for row in rows) / len(rows),
         "conversations_over": share("over"),
         "conversations_cut": share("turns", "tokens"),
         "environment_failed": share("failed"),
     }
+    if any(row.tools for row in rows):
+        calls = sum(turn.role == "tool" for row in rows for turn in row.messages[row.given :])
+        found["tool_calls"] = calls / len(rows)
+        found["tool_calls_failed"] = sum(row.failed_calls for row in rows) / max(1, calls)
+    return found
 
 
 def new_turns(row: PromptRow, response: str) -> list[dict[str, Any]]:
@@ -268,10 +294,19 @@ def given_turns(row: PromptRow) -> tuple[Message, ...]:
 
 def said(row: PromptRow, response: str) -> str:
     """An answer; in a conversation all answers, with what each heard in brackets."""
-    turns = new_turns(row, response)
+    turns = [*row.messages[len(given_turns(row)) :], Message("assistant", response)]
     return " ".join(
-        turn["content"] if turn["role"] == "assistant" else f"[{turn['content']}]" for turn in turns
+        _brief(turn) if turn.role == "assistant" else f"[{turn.content}]" for turn in turns
     )
+
+
+def _brief(turn: Message) -> str:
+    """An answer's words, then its calls as NAME(arguments)."""
+    functions = [call["function"] for call in json.loads(turn.tool_calls or "[]")]
+    calls = (
+        f"{f['name']}({json.dumps(f['arguments'], ensure_ascii=False)[1:-1]})" for f in functions
+    )
+    return " ".join(filter(None, (turn.content, *calls)))
 
 
 def as_dicts(turns: Sequence[Message]) -> list[dict[str, Any]]:

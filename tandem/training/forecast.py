@@ -55,7 +55,7 @@ class Forecast:
         known = known_machine()
         section = getattr(run.config, stage_of(stage).section)
         # How many answers a conversation comes to have is not known.
-        converses = isinstance(section, RLConfig) and bool(section.environment)
+        converses = isinstance(section, RLConfig) and section.converses
         self._knows_times = known is not None and not converses
         models, self._rows = _models(run, stage), measured_rows(run, stage, rows)
         name = known.name if known else processor.name()

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from tandem.config.schema import RunConfig, minibatch_size, num_updates, rl_section
+from tandem.config.schema import RunConfig, rl_section
+from tandem.config.updates import minibatch_size, num_updates
 from tandem.errors import BadStepError
 from tandem.generation.sampler import sequence_key
 from tandem.types import Experience

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.checkpoint.folder import CARD, write_folder
 from tandem.config.load import config_knobs, knob_value
-from tandem.config.schema import RunConfig, minibatch_size
+from tandem.config.schema import RunConfig
 from tandem.config.stages import Stage, stage_of
+from tandem.config.updates import minibatch_size
 from tandem.data.ledger import USES
 from tandem.metrics.names import metric_or_unknown, title_of
 from tandem.metrics.text import with_unit

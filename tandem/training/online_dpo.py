@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem.checkpoint.state import SavedState
-from tandem.config.schema import minibatch_size
+from tandem.config.updates import minibatch_size
 from tandem.data.loader import BatchOrder
 from tandem.engine.forward import Rows
 from tandem.engine.hybrid import RLHFEngine

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from tandem.config.conversations import answer_tokens, sampled_tokens
-from tandem.config.schema import RunConfig, minibatch_size, num_updates, rl_section
+from tandem.config.schema import RunConfig, rl_section
 from tandem.config.stages import rl_stage
+from tandem.config.updates import minibatch_size, num_updates
 from tandem.engine.forward import Rows
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.learner import Learner

@@ -9,9 +9,10 @@ from operator import attrgetter
 from tandem.config.conversations import answer_tokens
 from tandem.config.engine import engine_settings
 from tandem.config.rules import has_reference, selecting
-from tandem.config.schema import RunConfig, minibatch_size, rl_section
+from tandem.config.schema import RunConfig, rl_section
 from tandem.config.scoring import weighted_models
 from tandem.config.stages import in_order, leaving, of_family, rl_stage
+from tandem.config.updates import minibatch_size
 from tandem.data.causes import why_none
 from tandem.engine.shard_plan import check_layout
 from tandem.errors import ConfigError, ModelError
@@ -120,7 +121,7 @@ def _beyond_the_reward_models(
     if not limits or prompt + answer <= min(limits):
         return []
     knob = "sampling.max_new_tokens"
-    if rl.environment:
+    if rl.converses:
         knob = f"{rl_stage(config.stages).section}.max_conversation_tokens"
     problem = (
         f"the longest prompt and what follows it must fit the reward model's {min(limits)} "

@@ -56,8 +56,8 @@ _BUILT_ON = (
     *("seed", "dataset.heldout", "the rows of eval_data", *_TEMPLATE),
     *("parallel.frozen_weights", "parallel.shared_base"),
 )
+_ENVIRONMENT, _TOOLS = "the environment", "the tools"
 # These change metrics on the way, never the trained model.
-_ENVIRONMENT = "the environment"
 _HARMLESS = ("max_skipped", "workers", "self_test")
 # Nor do these, unless the stage's result is chosen among its evaluations.
 _EVALUATING = ("eval_every", "eval_prompts")
@@ -189,11 +189,15 @@ class Identity:
         ):
             if text:
                 found[what] = _digests_of_files(files_of_function(text, what))
+        if rl.tools:
+            files = {path for name in rl.tools for path in files_of_function(name, _TOOLS)}
+            found[_TOOLS] = _digests_of_files(files)
         return found
 
-    def environment(self) -> dict[str, str]:
-        """The same of the environment; empty without one."""
-        return self._functions().get(_ENVIRONMENT, {})
+    def conversations(self) -> dict[str, dict[str, str]]:
+        """The same of what answers the policy: environment and tools, if there are some."""
+        found = self._functions()
+        return {what: found[what] for what in (_ENVIRONMENT, _TOOLS) if what in found}
 
     def _digests_of(self, model: str) -> dict[str, str]:
         folders = model_folders(model)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from tandem.config.schema import RunConfig
+from tandem.data.excerpt import excerpt
 from tandem.data.grades import answer_of
 from tandem.data.ledger import Ledger
 from tandem.data.length import Fitted, fit, fit_answer, fit_graded, fit_pair, fit_prompt, fit_ranked
@@ -15,6 +16,7 @@ from tandem.data.side_by_side import RendersRows, side_by_side
 from tandem.errors import DataError
 from tandem.message import Answer, Message
 from tandem.text import one_line
+from tandem.training.tools import offered_tools, tool_names
 from tandem.types import (
     GradedRow,
     LabelledRow,
@@ -196,7 +198,8 @@ class Rendering:
             judges: of reward models with templates of their own, which read the answers as text:
                 some write no calls.
         """
-        samples = self._readable([s for s in samples if s.prompt], judges, use)
+        samples = self._offered([s for s in samples if s.prompt], use)
+        samples = self._readable(samples, judges, use)
 
         def render(sample: Sample, renderer: RendersRows) -> PromptRow:
             return renderer.prompt(sample.prompt, sample.columns, sample.source, sample.tools)
@@ -208,6 +211,27 @@ class Rendering:
 
         form = _Form(render, shorten)
         return self._rows([(s, form) for s in samples], renderer, use, room)
+
+    def _offered(self, samples: list[Sample], use: str | None) -> list[Sample]:
+        """The samples with the tools that the run offers. Those that list some of them themselves
+        keep their own words; those that list others, which nobody could call, are left out."""
+        offered = offered_tools(self.config)
+        known = set(tool_names(offered))
+        found = []
+        for sample in samples if known else ():
+            others = [name for name in tool_names(sample.tools) if name not in known]
+            if not others:
+                found.append(replace(sample, tools=sample.tools or offered))
+                continue
+            reason = "lists a tool that is none of the run's"
+            if self.dataset.on_bad_row == "error":
+                raise DataError(
+                    f"{sample.source}: tools must be among those of the run "
+                    f"({', '.join(sorted(known))}); got {excerpt(others[0])}. Remove them from the "
+                    "row, or give their functions."
+                )
+            self._note(sample, use, Fitted(None, "dropped", reason))
+        return found if known else samples
 
     def _readable(
         self, samples: list[Sample], judges: Sequence[Renderer], use: str | None

@@ -213,7 +213,7 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
             section = rl_stage(config.stages).section
             check_policy_functions(rl, section, rows.prompts, config.sampling, run.world)
             columns = columns_given(config, rows).names
-            check_environment(config, rows.prompts, rows.renderer, columns, run.world, print_line)
+            check_environment(config, rows, columns, run.world, print_line)
             check_rewards(rl.reward_function, config, rows, run.world, print_line)
         to_come = replace(config, stages=tuple(unfinished))
         for line in idle_ranks(to_come, run.world):

@@ -21,13 +21,14 @@ from transformers import PreTrainedModel
 
 from tandem.checkpoint.beside import verify_beside
 from tandem.checkpoint.folder import together
-from tandem.config.conversations import answer_tokens
+from tandem.config.conversations import CONVERSATION_KNOBS, answer_tokens
 from tandem.config.engine import EngineSettings, engine_settings
 from tandem.config.load import config_knobs
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.scoring import weighted_models
 from tandem.config.stages import rl_stage
 from tandem.data.causes import why_none
+from tandem.data.render import Renderer
 from tandem.devices import resolve_device
 from tandem.engine.allocator import keep_freed_memory
 from tandem.engine.placement import Placement
@@ -51,7 +52,6 @@ from tandem.training.reward_function import check_rewards, columns_given, reward
 from tandem.training.run_stages import ledger_lines
 from tandem.training.sample_file import Progress, SampleFile
 from tandem.training.sample_flags import (
-    ENVIRONMENT,
     REWARDS,
     SampleSettings,
     scores,
@@ -162,10 +162,10 @@ def _made_from(settings: SampleSettings, rows: StepRows, world: World) -> dict[s
             made_from[f"the files of {further.source}"] = identity.files_of_model(further.source)
     if functions:
         made_from["the reward function"] = identity.reward_function()
-    if rl_section(config).environment:
+    if rl_section(config).converses:
         section = rl_stage(()).section
-        made_from |= identity.knobs(f"{section}.{name}" for name in ENVIRONMENT)
-        made_from["the environment"] = identity.environment()
+        made_from |= identity.knobs(f"{section}.{name}" for name in CONVERSATION_KNOBS)
+        made_from |= identity.conversations()
     return made_from
 
 
@@ -229,8 +229,7 @@ class _Sampling:
         config, world = self._config, self._world
         names = rl_section(config).reward_function
         columns = columns_given(config, self._rows).names
-        renderer = self._rows.renderer
-        check_environment(config, self._rows.prompts, renderer, columns, world, self._say)
+        check_environment(config, self._rows, columns, world, self._say)
         check_rewards(names, config, self._rows, world, self._say)
         rewards = rewards_of(names, config.scoring, self._say, columns)
         if rewards is not None:
@@ -264,7 +263,7 @@ class _Sampling:
         progress.seconds += seconds
         progress.longest = max(progress.longest, int(rollout.batch.lengths().max()))
         written = []
-        for prompt, answers in _by_prompt(rollout, rewards, len(prompts)):
+        for prompt, answers in _by_prompt(rollout, rewards, len(prompts), self._rows.renderer):
             self._count(progress, answers)
             place = str(prompt.source)
             row, reason = row_of(given_turns(prompt), place, answers, choice, prompt.tools)
@@ -334,7 +333,7 @@ class _Sampling:
 
 
 def _by_prompt(
-    rollout: Rollout, rewards: list[float | None], num_prompts: int
+    rollout: Rollout, rewards: list[float | None], num_prompts: int, renderer: Renderer
 ) -> Iterator[tuple[PromptRow, list[SampledAnswer]]]:
     """Each prompt with its answers, in their order."""
     tokens = rollout.batch.on_host().response_mask.sum(dim=1).tolist()
@@ -350,8 +349,9 @@ def _by_prompt(
                     rewards[i],
                     finished[i],
                     tokens[i],
-                    rollout.prompts[i].messages[len(given_turns(rollout.prompts[i])) :],
+                    asked.messages[len(given_turns(asked)) :],
+                    renderer.spoken(rollout.responses[i], asked.tools, asked.messages).turn,
                 )
-                for i in places
+                for i, asked in zip(places, rollout.prompts[start:], strict=False)
             ],
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tandem.config.conversations import CONVERSATION_KNOBS
 from tandem.config.flags import Reader, parse_run_flags
 from tandem.config.load import build, config_knobs, knob_value, load_config, set_knob
 from tandem.config.pages import Parser, home_path, paragraph
@@ -40,8 +41,6 @@ REWARDS = tuple(
     for name in ("reward_function", "reward_function_weight", "reward_model_weight")
 )
 """The knobs of the reward in that section."""
-ENVIRONMENT = ("environment", "max_turns", "max_conversation_tokens")
-"""The knobs in that section of what answers hear; a run's are those of its own section."""
 _KEPT = (
     *("seed", "dtype", "trust_remote_code", "micro_batch_tokens", "hybrid_engine"),
     *("generation_batch_size", "generation_prefill_tokens", "parallel.frozen_weights"),
@@ -51,7 +50,7 @@ _KEPT = (
 """What is taken over from a run beside `sampling` and `scoring`, where no flag says otherwise."""
 _READ = (
     *(*_KEPT, *REWARDS, "reward_model", "data", "device"),
-    *(f"{_STAGE.section}.{name}" for name in ENVIRONMENT),
+    *(f"{_STAGE.section}.{name}" for name in CONVERSATION_KNOBS),
     *("dataset.columns", "dataset.on_bad_row", f"{_STAGE.section}.prompts_per_step"),
     *("parallel.actor_zero_stage", "parallel.critic_zero_stage", "parallel.inference_tp_size"),
     *("parallel.offload", "parallel.ranks_per_node", "parallel.timeout_minutes"),
@@ -192,8 +191,10 @@ def _taken_over(base: RunConfig) -> RunConfig:
             set_knob(values, name, list(value) if isinstance(value, tuple) else value)
     if of_family(base.stages, "rl"):
         theirs = rl_section(base)
-        for name in ENVIRONMENT:
-            set_knob(values, f"{_STAGE.section}.{name}", getattr(theirs, name))
+        for name in CONVERSATION_KNOBS:
+            value = getattr(theirs, name)
+            whole = list(value) if isinstance(value, tuple) else value
+            set_knob(values, f"{_STAGE.section}.{name}", whole)
     return build(values)[0]
 
 
@@ -242,11 +243,13 @@ def _problems(options: Namespace, config: RunConfig) -> list[str]:
             f"--samples-per-prompt must be at least 2 with --write pairs; got {samples}. Give e.g. "
             "--samples-per-prompt 4"
         )
-    if options.write == "pairs" and rl_section(config).environment:
+    rl = rl_section(config)
+    if options.write == "pairs" and rl.converses:
+        names = ", ".join(filter(None, (rl.environment, *rl.tools)))
         problems.append(
-            "--write pairs must go with single answers: conversations with an environment "
-            f"({rl_section(config).environment}) have no prompt in common but the first. Give "
-            f"--write best, or --{_STAGE.section}.environment ''"
+            f"--write pairs must go with single answers: conversations ({names}) have no prompt in "
+            f"common but the first. Give --write best, or --{_STAGE.section}.environment '' and no "
+            "tools"
         )
     if options.write in ("best", "pairs") and not scores(config):
         problems.append(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from tandem.types import Message
+from tandem.message import Message, answer_text
 
 WRITES = ("all", "best", "pairs")
 
@@ -21,18 +21,19 @@ WRITES = ("all", "best", "pairs")
 class SampledAnswer:
     """One answer: its text, its reward (None: nothing scored it), whether it ended by itself, and
     how many tokens were sampled. heard: of a conversation, the turns before its last answer that
-    are not the prompt's."""
+    are not the prompt's. turn: it as a turn, with the calls of tools in it; None: its text."""
 
     text: str
     reward: float | None
     finished: bool
     tokens: int
     heard: tuple[Message, ...] = ()
+    turn: Message | None = None
 
     @property
     def is_blank(self) -> bool:
         """Whether it, or an answer before it, says nothing: no row of data may have such a turn."""
-        said = [turn.content for turn in self.heard if turn.role == "assistant"]
+        said = [answer_text(turn) for turn in self.heard if turn.role == "assistant"]
         return not all(text.strip() for text in (*said, self.text))
 
 
@@ -133,4 +134,5 @@ def _turn(message: Message) -> dict[str, Any]:
 
 def _said(answer: SampledAnswer) -> list[dict[str, Any]]:
     """The turns since the prompt."""
-    return [turn.as_dict() for turn in (*answer.heard, Message("assistant", answer.text))]
+    last = answer.turn or Message("assistant", answer.text)
+    return [turn.as_dict() for turn in (*answer.heard, last)]

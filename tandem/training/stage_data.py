@@ -47,12 +47,14 @@ class StepRows:
     sft, pairs, dpo_pairs, labelled, prompts, ptx: to train on. heldout_*: to evaluate on; no stage
     trains on them. renderer, reward_renderer: the policy's and the reward model's; `pairs` are in
     the tokens of the latter, `dpo_pairs` and `labelled` (which also has each pair as two answers)
-    of the former. grades: how `pairs` has graded answers: as rankings, or one by one. Prompts are
-    shuffled, so that the first few are from all data sets.
+    of the former. judges: the renderers of reward models that read the policy's answers as text, by
+    templates of their own. grades: how `pairs` has graded answers: as rankings, or one by one.
+    Prompts are shuffled, so that the first few are from all data sets.
     """
 
     renderer: Renderer
     reward_renderer: Renderer
+    judges: list[Renderer]
     tokenizer: PreTrainedTokenizerBase
     reward_tokenizer: PreTrainedTokenizerBase
     ledger: Ledger
@@ -163,6 +165,7 @@ def prepare_rows(config: RunConfig, policy: str, reward: str, *, shuffle: bool =
     return StepRows(
         renderer=renderer,
         reward_renderer=reward_renderer,
+        judges=judges,
         tokenizer=tokenizer,
         reward_tokenizer=reward_tokenizer,
         ledger=data.ledger,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bench import learning
-from tandem.config.schema import PPOConfig, RunConfig, minibatch_size
+from tandem.config.schema import PPOConfig, RunConfig
+from tandem.config.updates import minibatch_size
 
 
 def test_a_side_is_measured_from_its_first_answer() -> None:

@@ -292,11 +292,13 @@ PATHS = {
     "ppo.loss_function": "~/mine.py:gated?negative=1.1",
     "ppo.advantage_function": "~/mine.py:group_means",
     "ppo.environment": "~/guess.py:environment",
+    "ppo.tools": "~/calculator.py:multiply",
     "ppo.ptx_data": "~/c.jsonl:0.5",
     "grpo.reward_function": "~/rewards.py:score",
     "grpo.loss_function": "~/mine.py:gated",
     "grpo.advantage_function": "~/mine.py:group_means",
     "grpo.environment": "~/guess.py:environment",
+    "grpo.tools": "~/calculator.py:multiply",
     "grpo.ptx_data": "~/c.jsonl:0.5",
     "scoring.reward_models": "~/reward:0.5",
 }

@@ -12,8 +12,9 @@ import pytest
 from tandem.config.scoring import ScoringConfig
 from tandem.errors import ConfigError
 from tandem.rewards.calling import Call, CallError, Outcome
-from tandem.rewards.environment import Environment, Replies, Said
+from tandem.rewards.environment import Environment, Replies, Said, Tally
 from tandem.rewards.hearing import EnvironmentCall, turns_of
+from tandem.rewards.pool import told_printed
 from tests.training import environments
 
 FILE = environments.__file__
@@ -114,13 +115,14 @@ def test_failures_and_what_it_prints_are_told() -> None:
         good, bad = broken.replies([said("a"), said("a", "b")])
         assert good.turns == [{"role": "user", "content": "go on"}]
         assert (bad.failure, bad.message) == ("exception", "ValueError: a broken tool")
-        (line,) = broken.told([], [("data.jsonl:1", bad)], 2)
+        ends = {0: ("data.jsonl:1", bad.failure, bad.message)}
+        (line,) = Tally(num_asked=1, ends=ends).told(broken.label, [Tally(num_asked=1)])
         assert line == (
             f"environment {FILE}:breaks failed on 1 of 2 answers (exception 1), where their "
             "conversations end; the first: data.jsonl:1: ValueError: a broken tool"
         )
         assert loud.replies([said("a")]) == [Outcome(None)]
-        lines = loud.told(loud.printed(), [], 1)
+        lines = told_printed(loud.label, loud.printed())
         assert [line.rpartition("printed")[2] for line in lines] == [
             ": one", ": two", ": three", " 2 more lines",
         ]  # fmt: skip
@@ -168,7 +170,10 @@ def test_an_answer_has_the_same_random_numbers_in_every_process() -> None:
         assert outside.replies(asked) == found
     finally:
         outside.close()
-    assert inside.describe() == "here, in the training process, without deadline and limits"
+    assert (
+        inside.describe()
+        == "environment here, in the training process, without deadline and limits"
+    )
 
 
 def test_a_parameter_that_nothing_fills_is_named() -> None:
@@ -181,6 +186,6 @@ def test_a_parameter_that_nothing_fills_is_named() -> None:
 
 def test_a_name_that_leads_nowhere_names_the_knob() -> None:
     with pytest.raises(ConfigError, match=r"ppo\.environment must be file\.py:function"):
-        Environment(f"{FILE}:nobody", knob="ppo.environment")
+        Environment(f"{FILE}:nobody", section="ppo")
     with pytest.raises(ConfigError, match="must have the option wrod"):
         Environment(f"{FILE}:later?wrod=on")

@@ -275,7 +275,7 @@ def test_a_worker_that_starts_while_ctrl_c_is_pressed_leaves_it_to_the_run(file:
         [sys.executable, "-c", program], pass_fds=[theirs.fileno()], stderr=subprocess.PIPE
     )
     theirs.close()
-    order = {"what": "reward function", "name": f"{file}:length"}
+    order = {"what": "reward function", "names": [f"{file}:length"]}
     order |= {"memory_bytes": 0, "follows": False}
     send(ours, json.dumps(order).encode())
     assert receive(ours) == b"{}"

@@ -4,7 +4,7 @@ after stops."""
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,15 @@ def own_letters(
         float(sum(len(turn["content"]) for turn in turns if turn["role"] == "assistant"))
         for turns in new_messages
     ]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a trial of an environment reads."""
+
+    prompts: list[PromptRow]
+    renderer: Renderer
+    judges: tuple[Renderer, ...] = ()
 
 
 def trainer_of(config: RunConfig, **more: Any) -> tuple[PPOTrainer, list[PromptRow]]:
@@ -234,7 +243,7 @@ def test_an_environment_is_tried_before_anything_runs(
     engine = make_engine(config, tiny_model)
     prompts = [engine.renderer.prompt("Say cat.")]
     with pytest.raises(ConfigError) as caught:
-        check_environment(config, prompts, engine.renderer, ["answer"], World(), print)
+        check_environment(config, Rows(prompts, engine.renderer), ["answer"], World(), print)
     assert told in str(caught.value)
 
 
@@ -248,7 +257,7 @@ def test_a_role_that_the_template_leaves_out_is_told(tiny_model: str, tmp_path: 
     renderer = Renderer(tokenizer)
     prompts = [renderer.prompt("Say cat.")]
     with pytest.raises(ConfigError, match="a turn of role tool, of which it writes nothing"):
-        check_environment(config, prompts, renderer, ["answer"], World(), print)
+        check_environment(config, Rows(prompts, renderer), ["answer"], World(), print)
 
 
 def failing_on(world: World, config: RunConfig) -> list[str]:

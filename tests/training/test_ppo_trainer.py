@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.config.schema import PPOConfig, RunConfig, num_updates
+from tandem.config.schema import PPOConfig, RunConfig
+from tandem.config.updates import num_updates
 from tandem.data.render import Renderer
 from tandem.errors import NumericsError
 from tandem.models.load import load_causal_lm, load_tokenizer
