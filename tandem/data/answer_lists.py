@@ -10,6 +10,7 @@ from typing import Any
 
 from tandem.data.excerpt import describe
 from tandem.data.grades import number_of
+from tandem.data.mapped_row import MappedRow
 from tandem.data.rows import RowProblem
 from tandem.data.turns import first_role
 
@@ -81,39 +82,38 @@ def with_parsed_lists(row: Row) -> Row:
     return {**row, **lists} if lists else row
 
 
-def find_list(row: Row, columns: Mapping[str, str], *, finds: bool) -> Listed | str | None:
-    """The list of answers in `row`; what there is to note, if it cannot be told how to rank them.
+def find_list(mapped: MappedRow) -> Listed | str | None:
+    """The list of answers in a row; what there is to note, if it cannot be told how to rank them.
 
-    Args:
-        columns: the user's column map. finds: whether columns count that are not called by a role.
     Raises:
         RowProblem: what was mapped is no such list, or is not as long as the other.
     """
-    names = ["answers"] if "answers" in columns or not finds else list(LISTS)
+    row, finds = mapped.row, mapped.finds
+    names = ["answers"] if mapped.maps("answers") or not finds else list(LISTS)
     lists = [name for name in names if _are_answers(row.get(name))]
-    if "answers" in columns and not lists:
+    if mapped.maps("answers") and not lists:
         expected = "be a list of texts, or of objects with one text each"
-        raise RowProblem(columns["answers"], describe(row.get("answers")), expected)
-    beside = _beside(row, columns, finds=finds)
+        raise RowProblem(mapped.own("answers"), describe(row.get("answers")), expected)
+    beside = _beside(mapped)
     of_messages = [name for name in names if _are_messages(row.get(name))]
     if beside and not lists and len(of_messages) == 1:
         return _MESSAGES.format(of_messages[0])
     if len(lists) != 1:
         return None
     (name,) = lists
-    answers, own = row[name], columns.get(name, name)
+    answers, own = row[name], mapped.own(name)
     are_objects = any(isinstance(answer, Mapping) for answer in answers)
-    are_steps = name == "completions" and not are_objects and finds and "scores" not in columns
+    are_steps = name == "completions" and not are_objects and finds and not mapped.maps("scores")
     if are_steps and beside and beside[0] in _SCORES:
         return None  # more often a process reward model's steps than answers
-    inside = [n for n in _NUMBERS if "scores" not in columns and _has_number(answers, n)]
+    inside = [n for n in _NUMBERS if not mapped.maps("scores") and _has_number(answers, n)]
     key = _text_key(answers) if are_objects else ""
     if key is None or not (beside or inside):
         return None
     if len(beside) + len(inside) > 1:
         numbers = ", ".join([*beside, *(f"{own}.{n}" for n in inside)])
         found = f"{numbers} may each score the answers, so none does: map one to scores"
-        if "answers" in columns:
+        if mapped.maps("answers"):
             raise RowProblem(own, found, "have its scores in one column")
         return found
     if not beside:
@@ -121,18 +121,18 @@ def find_list(row: Row, columns: Mapping[str, str], *, finds: bool) -> Listed | 
     scores = row[beside[0]]
     if isinstance(scores, list | tuple) and len(scores) == len(answers):
         return Listed(name, beside[0], key)
-    own_scores = columns.get(beside[0], beside[0])
-    if "scores" in columns or "answers" in columns:
+    own_scores = mapped.own(beside[0])
+    if mapped.maps("scores", "answers"):
         expected = f"be a list of {len(answers)} numbers, one for each of {own}"
         raise RowProblem(own_scores, describe(scores), expected)
     return _NOT_AS_MANY.format(own_scores, own)
 
 
-def _beside(row: Row, columns: Mapping[str, str], *, finds: bool) -> list[str]:
+def _beside(mapped: MappedRow) -> list[str]:
     """The columns that may have the scores of answers in another: flat lists, or what is mapped."""
-    if "scores" in columns:
+    if mapped.maps("scores"):
         return ["scores"]
-    names = (*_SCORES, "ranks") if finds else ("scores", "ranks")
+    row, names = mapped.row, (*_SCORES, "ranks") if mapped.finds else ("scores", "ranks")
     flat = {name: row[name] for name in names if isinstance(row.get(name), list | tuple)}
     return [n for n, v in flat.items() if not any(isinstance(s, list | tuple | Mapping) for s in v)]
 
@@ -188,22 +188,21 @@ def _text_key(answers: Sequence[Any]) -> str | None:
     return texts.pop() if len(texts) == 1 else None
 
 
-def order(row: Row, listed: Listed, columns: Mapping[str, str]) -> Ordered:
+def order(mapped: MappedRow, listed: Listed) -> Ordered:
     """The answers in order of their scores. Equal scores have one rank.
 
     Raises:
         RowProblem: an answer in a column that was mapped is no text.
     """
-    answers = row[listed.answers]
-    own = columns.get(listed.answers, listed.answers)
-    scores = _each(answers, listed.score_key) if listed.score_key else row[listed.scores]
+    answers = mapped.row[listed.answers]
+    scores = _each(answers, listed.score_key) if listed.score_key else mapped.row[listed.scores]
     texts = _each(answers, listed.text_key) if listed.text_key else answers
     return ordered(
         texts,
         scores,
-        ".".join(filter(None, (own, listed.text_key))),
+        ".".join(filter(None, (mapped.own(listed.answers), listed.text_key))),
         least_is_best=listed.are_ranks,
-        must_be_text="answers" in columns,
+        must_be_text=mapped.maps("answers"),
         by=" by the mean of its " + ("ranks" if listed.are_ranks else "scores"),
     )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from tandem.config.stages import Share
 from tandem.data.answer_lists import LISTS
-from tandem.data.comparisons import FOUND_BESIDE
 from tandem.data.ledger import DatasetLedger, Ledger
+from tandem.data.mapped_row import FOUND_BESIDE
 from tandem.data.two_answers import pair_of_names
 from tandem.text import counted, visible
 

@@ -8,10 +8,10 @@ Nothing is guessed: a name counts only where it can mean one thing. docs/data.md
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tandem.data.aliases import prompt_column, says_something, whole_prompt
+from tandem.data.aliases import prompt_column, says_something
 from tandem.data.answer_lists import (
     LISTS,
     Ordered,
@@ -22,8 +22,8 @@ from tandem.data.answer_lists import (
     with_parsed_lists,
 )
 from tandem.data.excerpt import excerpt, names
+from tandem.data.mapped_row import COMPARED, MARKS, MappedRow
 from tandem.data.rows import RowProblem
-from tandem.data.turns import Turns, prompt_turns
 from tandem.data.two_answers import (
     PARTS,
     SUMMARIES,
@@ -39,12 +39,6 @@ Row = Mapping[str, Any]
 NEEDS = ("prompt + answers + scores", "prompt + answer_a + answer_b + preferred")
 """What such rows need, as errors say it."""
 
-_READ = ("answer_a", "answer_b", "preferred", "answers", "scores", "ranks")
-"""The roles of a column map that are read here."""
-FOUND_BESIDE = frozenset(("preferred", "scores"))
-"""A column map of no more than these says where the verdict is; the rest is found by name."""
-MARKS = ("system", "tools", "label", "margin", "grade")
-"""Roles that say something about a row, and not which columns it is read from."""
 _OF_ONE_ANSWER = ("label", "margin", "grade")
 """Those that a comparison has no use for: nobody says that a margin is the better answer's."""
 _TELLING = frozenset(PARTS) | frozenset(LISTS) | frozenset(SUMMARIES)
@@ -97,27 +91,26 @@ def read_compared(
             return None
         if not (_is_texts(chosen) or _is_texts(rejected)):
             return None
-        return _lists_of_both(_Reading(row, columns))
+        return _lists_of_both(MappedRow(row, columns))
     if shape == "text":
         _refuse_message_of_a_tree(row, columns)
         return None
     if shape not in ("", "prompt", "ranked answers") or _TELLING.isdisjoint(row):
         return None
-    mapped = {column for role, column in columns.items() if role in _READ}
+    mapped = MappedRow(row, columns)
     has_own = any(row.get(name) is not None for name in _OWN)
-    if not aliases.keys() <= {"prompt"} or (has_own and not mapped):
+    if not aliases.keys() <= {"prompt"} or (has_own and not mapped.maps(*COMPARED)):
         return None
     is_ranked = row.get("answers") is not None and row.get("ranks") is not None
-    if is_ranked and columns.keys().isdisjoint(("answer_a", "answer_b", "preferred", "scores")):
-        return None if _is_plain_ranking(row) else _list_of_answers(_Reading(row, columns))
+    if is_ranked and not mapped.maps("answer_a", "answer_b", "preferred", "scores"):
+        return None if _is_plain_ranking(row) else _list_of_answers(mapped)
     question = row.get("question")
     if isinstance(question, Mapping) and isinstance(question.get("full_text"), str):  # WebGPT's
-        row = {**row, "question": question["full_text"]}
-    reading = _Reading(row, columns)
-    is_asked = reading.prompt() is not None
-    pair = find_pair(row, columns, finds=reading.finds, is_asked=is_asked)
-    made = _two_answers(reading, pair) if pair is not None else _list_of_answers(reading)
-    return made if made is not None and mapped <= made.kept else None
+        mapped = MappedRow({**row, "question": question["full_text"]}, columns)
+    pair = find_pair(mapped)
+    made = _two_answers(mapped, pair) if pair is not None else _list_of_answers(mapped)
+    said = {column for role, column in columns.items() if role in COMPARED}
+    return made if made is not None and said <= made.kept else None
 
 
 def _is_plain_ranking(row: Row) -> bool:
@@ -138,7 +131,7 @@ def map_to_add(row: Row) -> str:
     if names is None:
         return ""
     columns = "preferred=COLUMN"
-    if _Reading(row, {}).prompt() is None:
+    if MappedRow(row, {}).prompt() is None:
         columns = f"prompt=COLUMN,answer_a={names[0]},answer_b={names[1]},{columns}"
     return (
         f"To compare {names[0]} and {names[1]}, add ::{columns} to the file's name, with the "
@@ -148,7 +141,7 @@ def map_to_add(row: Row) -> str:
 
 def gap_in_map(row: Row, columns: Mapping[str, str]) -> RowProblem | None:
     """What a column map lacks that has some of the roles of a comparison; None of any other."""
-    if not columns.keys() <= {"prompt", *_READ, *MARKS}:
+    if not columns.keys() <= {"prompt", *COMPARED, *MARKS}:
         return None
     roles = dict(columns)
     given = [name for name in row if name not in columns.values()]
@@ -201,79 +194,50 @@ def _refuse_message_of_a_tree(row: Row, columns: Mapping[str, str]) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """A row that is read, with its column map."""
+def _made(
+    mapped: MappedRow,
+    prompt: dict[str, str],
+    keys: Iterable[str],
+    kind: str = "prompt",
+    roles: Mapping[str, Any] | None = None,
+    *,
+    shown: Mapping[str, str] | None = None,
+    by: str = "",
+    own: Mapping[str, str] | None = None,
+    notes: tuple[str, ...] = (),
+    understood: bool = True,
+    replaced: Iterable[str] = (),
+) -> Compared:
+    """The row with `roles` in place of its own answers; a prompt alone without them.
 
-    row: Row
-    columns: Mapping[str, str]
-
-    @property
-    def finds(self) -> bool:
-        """Whether columns count that are not called by a role."""
-        return self.columns.keys() <= FOUND_BESIDE.union(MARKS)
-
-    def own(self, key: str) -> str:
-        """The file's name of a column."""
-        return self.columns.get(key, key)
-
-    def prompt(self) -> dict[str, str] | None:
-        """{"prompt": column} if the prompt has another name, {} if not; None if there is none."""
-        if self.row.get("prompt") is not None:
-            return {}
-        head = prompt_column(self.row) if self.finds else ""
-        if not head and self.finds and "human_ref_A" in self.row:  # SHP's
-            head = "history" if isinstance(self.row.get("history"), str) else ""
-        return {"prompt": head} if head else None
-
-    def turns(self, prompt: dict[str, str]) -> Turns:
-        """The turns of the prompt; `prompt` as it comes from `prompt()`.
-
-        Raises:
-            RowProblem: it cannot be read.
-        """
-        name = prompt.get("prompt", "prompt")
-        value = whole_prompt(self.row, name)[0] if prompt else self.row[name]
-        return prompt_turns(value, self.own(name))
-
-    def made(
-        self,
-        shape: str,
-        prompt: dict[str, str],
-        roles: Mapping[str, Any],
-        *,
-        keys: Iterable[str],
-        own: Mapping[str, str],
-        notes: tuple[str, ...] = (),
-        understood: bool = True,
-        replaced: Iterable[str] = (),
-    ) -> Compared:
-        """The row with `roles` in place of its own answers.
-
-        Args:
-            keys: the columns that were looked at. replaced: those that the prompt is made of.
-        """
-        keys, of_one = tuple(keys), [n for n in _OF_ONE_ANSWER if n in self.columns]
-        unread = {*_OWN, *keys, *replaced, *of_one, "margin"}
-        row = {**{k: v for k, v in self.row.items() if k not in unread}, **roles}
-        plain = "ranked answers" if "ranks" in roles else "prompt"
-        if "chosen" in roles:
-            is_asked = prompt or row.get("prompt") is not None
-            plain = "preference" if is_asked else "dialog preference"
-        read = {*_READ, *keys, *of_one}
-        columns = {role: name for role, name in self.columns.items() if role not in read}
-        said = [name for name in of_one if says_something(self.row.get(name))]
-        return Compared(
-            row,
-            plain,
-            shape,
-            prompt,
-            {**columns, **prompt, **own},
-            frozenset(map(self.own, keys)),
-            understood,
-            columns,
-            (*notes, *(f"with a {name} beside several answers, not read" for name in said)),
-        )
+    Args:
+        prompt: as it comes from `MappedRow.prompt`. keys: the columns that were looked at.
+        kind, shown, by: what the row was read as, with the columns that a map could name, and the
+            others that say which answer is better.
+        own: roles to the columns of the file. replaced: columns that the prompt is made of.
+    """
+    roles = roles or {}
+    keys, of_one = tuple(keys), [n for n in _OF_ONE_ANSWER if n in mapped.columns]
+    unread = {*_OWN, *keys, *replaced, *of_one, "margin"}
+    row = {**{k: v for k, v in mapped.row.items() if k not in unread}, **roles}
+    plain = "ranked answers" if "ranks" in roles else "prompt"
+    if "chosen" in roles:
+        is_asked = prompt or row.get("prompt") is not None
+        plain = "preference" if is_asked else "dialog preference"
+    read = {*COMPARED, *keys, *of_one}
+    columns = {role: name for role, name in mapped.columns.items() if role not in read}
+    said = [name for name in of_one if says_something(mapped.row.get(name))]
+    return Compared(
+        row,
+        plain,
+        named(kind, {**prompt, **(shown or {})}) + by,
+        prompt,
+        {**columns, **prompt, **(own or {})},
+        frozenset(map(mapped.own, keys)),
+        understood,
+        columns,
+        (*notes, *(f"with a {name} beside several answers, not read" for name in said)),
+    )
 
 
 def named(shape: str, found: Mapping[str, str]) -> str:
@@ -285,102 +249,94 @@ def named(shape: str, found: Mapping[str, str]) -> str:
 
 
 def _ranking(
-    reading: _Reading,
+    mapped: MappedRow,
     answers: Ordered,
-    shape: str,
     prompt: dict[str, str],
-    keys: tuple[str, ...],
+    keys: tuple[str, str],
+    kind: str,
+    shown: Mapping[str, str],
     numbers: str,
 ) -> Compared:
     """Answers by their ranks; a prompt alone if no two of them can be compared."""
-    own = {"answers": reading.own(keys[0])}
+    own = {"answers": mapped.own(keys[0])}
     if len(set(answers.ranks)) > 1:
         roles = {"answers": answers.texts, "ranks": answers.ranks}
-        return reading.made(shape, prompt, roles, keys=keys, own=own, notes=answers.notes)
+        return _made(mapped, prompt, keys, kind, roles, shown=shown, own=own, notes=answers.notes)
     note = f"no two answers in {own['answers']} differ in {numbers}, so none are compared"
-    alone = named("prompt", prompt)
-    notes = (*answers.notes, f"{note}: a prompt alone")
-    return reading.made(alone, prompt, {}, keys=keys, own=own, notes=notes)
+    return _made(mapped, prompt, keys, own=own, notes=(*answers.notes, f"{note}: a prompt alone"))
 
 
-def _lists_of_both(reading: _Reading) -> Compared | None:
+def _lists_of_both(mapped: MappedRow) -> Compared | None:
     """Lists of texts in chosen and rejected: each of the former is better than all others."""
-    given = {role: _texts(reading.row.get(role)) for role in ("chosen", "rejected")}
+    given = {role: _texts(mapped.row.get(role)) for role in ("chosen", "rejected")}
     if not all(given.values()):
         return None
-    prompt = reading.prompt()
+    prompt = mapped.prompt()
     if prompt is None:
-        roles = {"prompt": "COLUMN"} | {role: reading.own(role) for role in given}
+        roles = {"prompt": "COLUMN"} | {role: mapped.own(role) for role in given}
         raise RowProblem(
             "prompt",
-            names(reading.row),
+            names(mapped.row),
             "exist beside lists of chosen and rejected answers",
             f"Write ::{','.join(f'{role}={name}' for role, name in roles.items())} after the "
             "file's name.",
         )
-    sides = [ordered(texts, [0] * len(texts), reading.own(role)) for role, texts in given.items()]
+    sides = [ordered(texts, [0] * len(texts), mapped.own(role)) for role, texts in given.items()]
     better, worse = ([text.strip() for text in side.texts] for side in sides)
     if both := [text for text in worse if text in better]:
-        expected = f"have no answer that is in {reading.own('chosen')} too"
-        raise RowProblem(reading.own("rejected"), excerpt(both[0]), expected)
+        expected = f"have no answer that is in {mapped.own('chosen')} too"
+        raise RowProblem(mapped.own("rejected"), excerpt(both[0]), expected)
     answers = Ordered(
         sides[0].texts + sides[1].texts,
         [1] * len(better) + [2] * len(worse),
         tuple(dict.fromkeys(sides[0].notes + sides[1].notes)),
     )
-    shown = {**prompt, **{role: reading.own(role) for role in given}}
-    shape = named("lists of chosen and rejected answers", shown)
-    return _ranking(reading, answers, shape, prompt, tuple(given), "ranks")
+    shown = {role: mapped.own(role) for role in given}
+    kind = "lists of chosen and rejected answers"
+    return _ranking(mapped, answers, prompt, ("chosen", "rejected"), kind, shown, "ranks")
 
 
-def _list_of_answers(reading: _Reading) -> Compared | None:
+def _list_of_answers(mapped: MappedRow) -> Compared | None:
     """A list of answers with their scores or ranks."""
-    row = with_parsed_lists(reading.row)
-    found = find_list(row, reading.columns, finds=reading.finds)
-    prompt = None if found is None else reading.prompt()
+    parsed = replace(mapped, row=with_parsed_lists(mapped.row))
+    found = find_list(parsed)
+    prompt = None if found is None else mapped.prompt()
     if found is None or prompt is None:
         return None
     if isinstance(found, str):
-        alone, mapped = named("prompt", prompt), [r for r in reading.columns if r in _READ]
-        return reading.made(
-            alone, prompt, {}, keys=mapped, own={}, notes=(found,), understood=False
-        )
+        keys = [role for role in mapped.columns if role in COMPARED]
+        return _made(mapped, prompt, keys, notes=(found,), understood=False)
     kind, role = ("ranked answers", "ranks") if found.are_ranks else ("scored answers", "scores")
     shown = {
-        **prompt,
-        "answers": ".".join(filter(None, (reading.own(found.answers), found.text_key))),
-        role: ".".join(filter(None, (reading.own(found.scores), found.score_key))),
+        "answers": ".".join(filter(None, (mapped.own(found.answers), found.text_key))),
+        role: ".".join(filter(None, (mapped.own(found.scores), found.score_key))),
     }
-    answers = order(row, found, reading.columns)
-    keys = (found.answers, found.scores)
-    return _ranking(reading, answers, named(kind, shown), prompt, keys, role)
+    both = (found.answers, found.scores)
+    return _ranking(mapped, order(parsed, found), prompt, both, kind, shown, role)
 
 
-def _two_answers(reading: _Reading, pair: Pair) -> Compared | None:
+def _two_answers(mapped: MappedRow, pair: Pair) -> Compared | None:
     """Two answers: a pair, or a prompt alone."""
-    prompt = {} if pair.prompt or pair.dialogs else reading.prompt()
+    prompt = {} if pair.prompt or pair.dialogs else mapped.prompt()
     if prompt is None:
         return None
     keys = (*pair.two.keys, *(key for way in pair.ways for key in way.keys))
     made: dict[str, Any] = {"prompt": pair.prompt} if pair.prompt else {}
     own = {"prompt": pair.used[0]} if pair.prompt else {}
-    asked = reading.prompt() if not pair.used else None
+    asked = mapped.prompt() if not pair.used else None
     is_whole = pair.dialogs is not None and asked != {}
     are_texts = all(isinstance(value, str) for value in pair.values)
-    turns = None if is_whole else () if are_texts else reading.turns(prompt)
-    outcome = compare(reading.row, pair, turns)
+    turns = None if is_whole else () if are_texts else mapped.turns(prompt)
+    outcome = compare(mapped.row, pair, turns)
     if outcome.better is None:
         if is_whole and asked is None:
-            made, own = (
-                {"prompt": shared_prompt(pair)},
-                {"prompt": (*pair.used, pair.two.names[0])[0]},
-            )
-        prompt = prompt if asked is None else asked
-        return reading.made(
-            named("prompt", prompt),
-            prompt,
-            made,
-            keys=keys,
+            made = {"prompt": shared_prompt(pair)}
+            own = {"prompt": (*pair.used, pair.two.names[0])[0]}
+        return _made(
+            mapped,
+            prompt if asked is None else asked,
+            keys,
+            roles=made,
             own=own,
             notes=(outcome.note,),
             understood=outcome.understood,
@@ -389,6 +345,14 @@ def _two_answers(reading: _Reading, pair: Pair) -> Compared | None:
     better, worse = outcome.better, 1 - outcome.better
     made |= {"chosen": pair.values[better], "rejected": pair.values[worse]}
     own |= {"chosen": pair.two.names[better], "rejected": pair.two.names[worse]}
-    shown = {**prompt, **pair.shown}
-    shape = named("two answers", shown) + pair.by
-    return reading.made(shape, prompt, made, keys=keys, own=own, replaced=pair.used)
+    return _made(
+        mapped,
+        prompt,
+        keys,
+        "two answers",
+        made,
+        shown=pair.shown,
+        by=pair.by,
+        own=own,
+        replaced=pair.used,
+    )

@@ -33,6 +33,7 @@ from tandem.data.dialogs import last_answer, pair_of, whole_dialog, with_system
 from tandem.data.excerpt import describe, names
 from tandem.data.grades import read_grade
 from tandem.data.labels import is_labelled, is_verdict, labelled, margin_of, verdict
+from tandem.data.mapped_row import MARKS
 from tandem.data.rows import RowProblem
 from tandem.data.tools import tools_or_note
 from tandem.data.turns import (
@@ -179,8 +180,8 @@ def _compared(
     row: Row, columns: Mapping[str, str], shape: str, found: Mapping[str, str]
 ) -> comparisons.Compared | None:
     """`read_compared`, with the shape that the row has whatever marks are mapped."""
-    if columns and not columns.keys().isdisjoint(comparisons.MARKS):
-        others = {role: n for role, n in columns.items() if role not in comparisons.MARKS}
+    if columns and not columns.keys().isdisjoint(MARKS):
+        others = {role: n for role, n in columns.items() if role not in MARKS}
         own = _shape_of(row, others)
         shape = own.name if own is not None else ""
         found = found if others else find_aliases(row, shape)

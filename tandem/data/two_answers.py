@@ -10,6 +10,7 @@ from tandem.data.aliases import says_something
 from tandem.data.answer_lists import json_list
 from tandem.data.dialogs import answer_of, whole_dialog
 from tandem.data.excerpt import describe
+from tandem.data.mapped_row import MappedRow
 from tandem.data.rows import RowProblem
 from tandem.data.tools import bare
 from tandem.data.turns import (
@@ -103,18 +104,17 @@ def pair_of_names(names: Iterable[str]) -> tuple[str, str] | None:
     return (f"{stem}{found[0]}", f"{stem}{found[1]}") if tuple(found) in TWO_ENDS else None
 
 
-def find_pair(row: Row, columns: Mapping[str, str], *, finds: bool, is_asked: bool) -> Pair | None:
-    """The two answers in `row`; None if there are none, or nothing that may say which is better.
+def find_pair(mapped: MappedRow) -> Pair | None:
+    """The two answers in a row; None if there are none, or nothing that may say which is better.
 
-    Args:
-        columns: the user's column map. finds: whether columns count that are not called by a role.
-        is_asked: whether the row has a prompt beside them; with one it can be used, whatever they
-            are.
     Raises:
-        RowProblem: they cannot be read, and are mapped or all that the row has.
+        RowProblem: they cannot be read, and are mapped or all that the row has. A row with a prompt
+            beside them can be used, whatever they are.
     """
+    row, finds = mapped.row, mapped.finds
+    is_asked = mapped.prompt() is not None
     if finds and all(row.get(name) is not None for name in SUMMARIES[:2]):
-        way = _choice(row, columns)
+        way = _choice(mapped)
         pair = _summaries(row, way, is_asked=is_asked) if way is not None else None
         if pair is not None or not is_asked:
             return pair
@@ -123,9 +123,9 @@ def find_pair(row: Row, columns: Mapping[str, str], *, finds: bool, is_asked: bo
     keys = (pair_of_names(given) or pair_of_names(row)) if finds else ("answer_a", "answer_b")
     if keys is None or not set(keys) <= row.keys():
         return None
-    names = columns.get(keys[0], keys[0]), columns.get(keys[1], keys[1])
-    two = Two(keys, names, is_mapped=not columns.keys().isdisjoint(keys))
-    ways = saying(row, ways_of(row, two, columns, finds=finds))
+    names = mapped.own(keys[0]), mapped.own(keys[1])
+    two = Two(keys, names, is_mapped=mapped.maps(*keys))
+    ways = saying(row, ways_of(mapped, two))
     values = row[keys[0]], row[keys[1]]
     is_blank = [_is_blank(value) for value in values]
     if not ways or (all(is_blank) and not any(_has_value(row, way) for way in ways)):
@@ -256,10 +256,10 @@ def shared_prompt(pair: Pair) -> Turns:
     return first[:length]
 
 
-def _choice(row: Row, columns: Mapping[str, str]) -> Way | None:
+def _choice(mapped: MappedRow) -> Way | None:
     """What says which of two summaries is better."""
-    is_mapped = columns.get("preferred") == "choice"
-    if not is_mapped and ("choice" not in row or "preferred" in columns):
+    is_mapped = mapped.columns.get("preferred") == "choice"
+    if not is_mapped and ("choice" not in mapped.row or mapped.maps("preferred")):
         return None
     return Way(
         ("preferred" if is_mapped else "choice",), ("choice",), by_place, is_mapped=is_mapped

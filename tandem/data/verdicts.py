@@ -13,6 +13,7 @@ from typing import Any
 from tandem.data.aliases import says_something
 from tandem.data.excerpt import describe
 from tandem.data.grades import number_of
+from tandem.data.mapped_row import MappedRow
 from tandem.data.rows import RowProblem
 
 Row = Mapping[str, Any]
@@ -94,18 +95,15 @@ class Way:
         return f"{', '.join(names)} and {last}" if names else last
 
 
-def ways_of(row: Row, two: Two, columns: Mapping[str, str], *, finds: bool) -> list[Way]:
-    """The ways in which the columns of `row` may say which of two answers is better.
-
-    Args:
-        columns: the user's column map. finds: whether columns count that are not called by a role.
-    """
-    if "preferred" in columns or not finds:
-        own = columns.get("preferred", "preferred")
+def ways_of(mapped: MappedRow, two: Two) -> list[Way]:
+    """The ways in which the columns of a row may say which of two answers is better."""
+    row = mapped.row
+    if mapped.maps("preferred") or not mapped.finds:
+        own = mapped.own("preferred")
         reads = by_sign if own in _SIGNED and two.ends_in("1", "2") else by_name
-        if finds and two.names == _SHP and own == "labels":
+        if mapped.finds and two.names == _SHP and own == "labels":
             reads = by_shp
-        way = Way(("preferred",), (own,), reads, named=True, is_mapped="preferred" in columns)
+        way = Way(("preferred",), (own,), reads, named=True, is_mapped=mapped.maps("preferred"))
         return [way] if "preferred" in row else []
     if two.names == _SHP:  # its scores are Reddit's, of which the labels are made
         return [_way(("labels",), by_shp)] if "labels" in row and "history" in row else []
