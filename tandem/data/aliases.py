@@ -23,8 +23,8 @@ from tandem.types import Message
 
 Row = Mapping[str, Any]
 
-_DIALOGS = ("messages", "conversations", "conversation")
-_QUESTIONS = ("question", "instruction", "query", "problem")
+DIALOGS = ("messages", "conversations", "conversation")
+QUESTIONS = ("question", "instruction", "query", "problem")
 CONTEXTS = ("input", "context")
 """Parts of a prompt; one is the prompt where a row asks nothing else."""
 _ANSWERS = ("completion", "output", "response", "generation")
@@ -32,7 +32,7 @@ _REFERENCES = ("solution", "answer")
 """An answer to learn beside a question. Beside `prompt` they are for reward functions alone."""
 
 _PAIR = ("chosen", "rejected")
-_MAY_HOLD_TURNS = ("prompt", *_PAIR, *_DIALOGS, *_QUESTIONS, *CONTEXTS, *_ANSWERS)
+_MAY_HOLD_TURNS = ("prompt", *_PAIR, *DIALOGS, *QUESTIONS, *CONTEXTS, *_ANSWERS)
 
 
 def with_lists(row: dict[str, Any]) -> dict[str, Any]:
@@ -47,12 +47,12 @@ def with_lists(row: dict[str, Any]) -> dict[str, Any]:
     """
     if not any(map(begins_like_turns, row.values())):  # nearly all rows
         return row
-    alone = () if any(row.get(name) is not None for name in _QUESTIONS) else CONTEXTS
-    asked = {n: listed(row[n], n) for n in ("prompt", *_DIALOGS, *_QUESTIONS, *alone) if n in row}
-    in_turns = any(map(_is_conversation, asked.values()))
+    alone = () if any(row.get(name) is not None for name in QUESTIONS) else CONTEXTS
+    asked = {n: listed(row[n], n) for n in ("prompt", *DIALOGS, *QUESTIONS, *alone) if n in row}
+    in_turns = any(map(is_conversation, asked.values()))
     given = [name for name in (*_PAIR, *_ANSWERS) if name in row]
     answers = {name: listed(row[name], name, may_be_text=not in_turns) for name in given}
-    are_both = all(_is_conversation(answers.get(name)) for name in _PAIR)
+    are_both = all(is_conversation(answers.get(name)) for name in _PAIR)
     taken = (*(_PAIR if are_both else ()), *(_ANSWERS if in_turns else ()))
     return {**row, **asked, **{name: answers[name] for name in taken if name in answers}}
 
@@ -94,7 +94,7 @@ def whole_prompt(row: Row, column: str) -> tuple[Any, set[str]]:
         RowProblem: one of them cannot be used.
     """
     value, read = row[column], {column}
-    if not isinstance(value, str) or column not in _QUESTIONS:
+    if not isinstance(value, str) or column not in QUESTIONS:
         return value, read
     read.add("history")
     if column == "instruction":
@@ -108,26 +108,17 @@ def whole_prompt(row: Row, column: str) -> tuple[Any, set[str]]:
 
 def two_answers(row: Row) -> str:
     """The columns of which each may be the answer, joined; "" unless there are several."""
-    several = [name for name in _given(row, _ANSWERS) if _may_answer(row[name])]
+    several = [name for name in given_columns(row, _ANSWERS) if _may_answer(row[name])]
     return " and ".join(several) if len(several) > 1 else ""
 
 
-def map_to_add(row: Row) -> str:
-    """Advice on the column map that may make a row readable; "" if none shows."""
-    names = [name for name in row if _is_conversation(row[name])]
-    likely = f"messages={names[0]}" if len(names) == 1 else ""
-    if {"chosen", "rejected"} <= row.keys() or "completion" in row:
-        heads = _given(row, (*_DIALOGS, *_QUESTIONS, *CONTEXTS)) or names
-        likely = f"prompt={heads[0]}" if heads else ""
-    return f"Add ::{likely} to the file's name." if likely else ""
-
-
-def _is_conversation(value: Any) -> bool:
+def is_conversation(value: Any) -> bool:
+    """Whether a column has a list of messages."""
     return isinstance(value, list | tuple) and first_role(value) is not None
 
 
 def _prompt_and_answer(row: Row) -> dict[str, str]:
-    if "conversation" in row and _is_conversation(row["conversation"]):
+    if "conversation" in row and is_conversation(row["conversation"]):
         return {"messages": "conversation"}
     head = prompt_column(row, CONTEXTS[:1])
     if not head:
@@ -137,7 +128,9 @@ def _prompt_and_answer(row: Row) -> dict[str, str]:
         return {"prompt": head}
     answer = _only(row, _ANSWERS)
     if not answer and not two_answers(row):
-        answer = next((name for name in _given(row, _REFERENCES) if _may_answer(row[name])), "")
+        answer = next(
+            (name for name in given_columns(row, _REFERENCES) if _may_answer(row[name])), ""
+        )
     if answer in ("", "completion"):
         return {"prompt": head}
     return {"prompt": head, "completion": answer}
@@ -153,19 +146,19 @@ def _needs_prompt(row: Row) -> bool:
 
 def prompt_column(row: Row, contexts: Iterable[str] = CONTEXTS) -> str:
     """The column that must be the prompt; "" if none or several could be."""
-    heads = [name for name in _given(row, (*_DIALOGS, *_QUESTIONS)) if _may_ask(row[name])]
+    heads = [name for name in given_columns(row, (*DIALOGS, *QUESTIONS)) if _may_ask(row[name])]
     if len(heads) > 1:
         return ""
-    return next(iter([*heads, *(n for n in _given(row, contexts) if _may_ask(row[n]))]), "")
+    return next(iter([*heads, *(n for n in given_columns(row, contexts) if _may_ask(row[n]))]), "")
 
 
 def _only(row: Row, names: Iterable[str]) -> str:
     """The one of `names` that may be the answer; "" if none or several may."""
-    found = [name for name in _given(row, names) if _may_answer(row[name])]
+    found = [name for name in given_columns(row, names) if _may_answer(row[name])]
     return found[0] if len(found) == 1 else ""
 
 
-def _given(row: Row, names: Iterable[str]) -> list[str]:
+def given_columns(row: Row, names: Iterable[str]) -> list[str]:
     """Those of `names` that say something in `row`; if none does, those that are there blank."""
     there = [name for name in names if row.get(name) is not None]
     return [name for name in there if says_something(row[name])] or there
@@ -179,7 +172,7 @@ def says_something(value: Any) -> bool:
 
 
 def _may_ask(value: Any) -> bool:
-    return isinstance(value, str) or _is_conversation(value)
+    return isinstance(value, str) or is_conversation(value)
 
 
 def _may_answer(value: Any) -> bool:

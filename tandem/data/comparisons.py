@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tandem.data.aliases import prompt_column, says_something
+from tandem.data.aliases import says_something
 from tandem.data.answer_lists import (
     LISTS,
     Ordered,
@@ -22,7 +22,7 @@ from tandem.data.answer_lists import (
     with_parsed_lists,
 )
 from tandem.data.excerpt import excerpt, names
-from tandem.data.mapped_row import COMPARED, MARKS, MappedRow
+from tandem.data.mapped_row import COMPARED, MappedRow
 from tandem.data.rows import RowProblem
 from tandem.data.two_answers import (
     PARTS,
@@ -30,17 +30,13 @@ from tandem.data.two_answers import (
     Pair,
     compare,
     find_pair,
-    pair_of_names,
     shared_prompt,
 )
 
 Row = Mapping[str, Any]
 
-NEEDS = ("prompt + answers + scores", "prompt + answer_a + answer_b + preferred")
-"""What such rows need, as errors say it."""
-
 _OF_ONE_ANSWER = ("label", "margin", "grade")
-"""Those that a comparison has no use for: nobody says that a margin is the better answer's."""
+"""Roles that a comparison has no use for: nobody says that a margin is the better answer's."""
 _TELLING = frozenset(PARTS) | frozenset(LISTS) | frozenset(SUMMARIES)
 """A row without any of these compares nothing."""
 _BOTH = ("preference", "dialog preference")
@@ -122,53 +118,6 @@ def _is_plain_ranking(row: Row) -> bool:
         return False
     are_texts = all(isinstance(answer, str) and answer.strip() for answer in answers)
     return are_texts and not any(isinstance(rank, float | str | None) for rank in ranks)
-
-
-def map_to_add(row: Row) -> str:
-    """Advice on the column map of a row with two answers that does not say which is better; "" for
-    any other row."""
-    names = pair_of_names(name for name, value in row.items() if value is not None)
-    if names is None:
-        return ""
-    columns = "preferred=COLUMN"
-    if MappedRow(row, {}).prompt() is None:
-        columns = f"prompt=COLUMN,answer_a={names[0]},answer_b={names[1]},{columns}"
-    return (
-        f"To compare {names[0]} and {names[1]}, add ::{columns} to the file's name, with the "
-        "column that says which is better."
-    )
-
-
-def gap_in_map(row: Row, columns: Mapping[str, str]) -> RowProblem | None:
-    """What a column map lacks that has some of the roles of a comparison; None of any other."""
-    if not columns.keys() <= {"prompt", *COMPARED, *MARKS}:
-        return None
-    roles = dict(columns)
-    given = [name for name in row if name not in columns.values()]
-    if "prompt" not in columns and row.get("prompt") is None:
-        roles["prompt"] = prompt_column({name: row[name] for name in given}) or "COLUMN"
-    if not columns.keys().isdisjoint(("answer_a", "answer_b", "preferred")):
-        needs: tuple[str, ...] = ("answer_a", "answer_b", "preferred")
-        names = pair_of_names(given) or ("COLUMN", "COLUMN")
-    elif not columns.keys().isdisjoint(("answers", "scores")):
-        needs = ("answers", "scores" if row.get("ranks") is None else "ranks")
-        names = ([name for name in given if name in LISTS] or ["COLUMN"])[0], "COLUMN"
-    else:
-        return None
-    for role, name in zip(needs, (*names, "COLUMN"), strict=False):
-        if row.get(role) is None or role in columns:
-            roles.setdefault(role, name)
-    missing = [role for role in ("prompt", *needs) if role in roles and role not in columns]
-    if not missing:
-        return None
-    in_order = dict.fromkeys(("prompt", *needs, *columns))
-    written = ",".join(f"{role}={roles[role]}" for role in in_order if role in roles)
-    return RowProblem(
-        "",
-        f"a map of {' and '.join(columns)}",
-        f"have {' and '.join(missing)} mapped too",
-        f"Write ::{written} after the file's name.",
-    )
 
 
 def _is_texts(value: Any) -> bool:

@@ -17,22 +17,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tandem.data import comparisons
 from tandem.data.aliases import (
     find_aliases,
     find_marks,
-    map_to_add,
     says_something,
     two_answers,
     whole_prompt,
     with_lists,
 )
 from tandem.data.answer_lists import lists_of_numbers
-from tandem.data.comparisons import named, read_compared
+from tandem.data.comparisons import Compared, named, read_compared
 from tandem.data.dialogs import last_answer, pair_of, whole_dialog, with_system
 from tandem.data.excerpt import describe, names
 from tandem.data.grades import read_grade
 from tandem.data.labels import is_labelled, is_verdict, labelled, margin_of, verdict
+from tandem.data.map_advice import map_to_add, unknown_shape
 from tandem.data.mapped_row import MARKS
 from tandem.data.rows import RowProblem
 from tandem.data.tools import tools_or_note
@@ -122,7 +121,7 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
     elif found:  # marks are of any shape
         shape = _shape_of(renamed, columns)
     if shape is None:
-        raise _unknown(row, renamed, columns)
+        raise unknown_shape(row, renamed, columns, _needs())
     # A column that nobody mapped may be called so and mean something else.
     if "label" in columns or ("label" in shape.may and is_verdict(renamed.get("label"))):
         renamed["label"] = verdict(renamed["label"])
@@ -178,7 +177,7 @@ def _require_mapped(row: Row, columns: Mapping[str, str]) -> None:
 
 def _compared(
     row: Row, columns: Mapping[str, str], shape: str, found: Mapping[str, str]
-) -> comparisons.Compared | None:
+) -> Compared | None:
     """`read_compared`, with the shape that the row has whatever marks are mapped."""
     if columns and not columns.keys().isdisjoint(MARKS):
         others = {role: n for role, n in columns.items() if role not in MARKS}
@@ -202,18 +201,6 @@ def _in_terms_of_the_row(problem: RowProblem, found: Mapping[str, str]) -> RowPr
     role, dot, rest = problem.field.partition(".")
     field = f"{found.get(role, role)}{dot}{rest}"
     return RowProblem(field, problem.found, problem.expected, problem.advice)
-
-
-def _unknown(row: Row, renamed: Row, columns: Mapping[str, str]) -> RowProblem:
-    if gap := comparisons.gap_in_map(row, columns):
-        return gap
-    example = "Map its columns, as in FILE::prompt=question,completion=answer."
-    return RowProblem(
-        "",
-        names(row) + (f" with {', '.join(columns)} mapped" if columns else ""),
-        f"have the columns of a known shape ({'; '.join(_needs())})",
-        example if columns else comparisons.map_to_add(row) or map_to_add(renamed) or example,
-    )
 
 
 def preference(row: Row, source: Source) -> Sample:
@@ -351,7 +338,9 @@ SHAPES = (
 
 
 def _needs() -> list[str]:
-    return [*(" + ".join(shape.needs) for shape in SHAPES[:-1]), *comparisons.NEEDS, "prompt"]
+    """The columns of each shape, and of rows that compare answers, as errors say them."""
+    compared = ("prompt + answers + scores", "prompt + answer_a + answer_b + preferred")
+    return [*(" + ".join(shape.needs) for shape in SHAPES[:-1]), *compared, "prompt"]
 
 
 def _conversation(row: Row, field: str, source: Source) -> Sample:

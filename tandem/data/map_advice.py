@@ -1,0 +1,100 @@
+"""What column map would make a row readable: the advice for a row that has no known shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tandem.data.aliases import (
+    CONTEXTS,
+    DIALOGS,
+    QUESTIONS,
+    given_columns,
+    is_conversation,
+    prompt_column,
+)
+from tandem.data.answer_lists import LISTS
+from tandem.data.excerpt import names
+from tandem.data.mapped_row import COMPARED, MARKS, MappedRow
+from tandem.data.rows import RowProblem
+from tandem.data.two_answers import pair_of_names
+
+Row = Mapping[str, Any]
+
+
+def unknown_shape(
+    row: Row, renamed: Row, columns: Mapping[str, str], needs: Sequence[str]
+) -> RowProblem:
+    """The problem of a row that has no known shape.
+
+    Args:
+        row: with the file's names. renamed: with mapped columns under their roles. columns: the
+            user's column map. needs: the columns of each known shape, as the error says them.
+    """
+    if gap := _gap_in_map(row, columns):
+        return gap
+    example = "Map its columns, as in FILE::prompt=question,completion=answer."
+    return RowProblem(
+        "",
+        names(row) + (f" with {', '.join(columns)} mapped" if columns else ""),
+        f"have the columns of a known shape ({'; '.join(needs)})",
+        example if columns else _map_of_two(row) or map_to_add(renamed) or example,
+    )
+
+
+def map_to_add(row: Row) -> str:
+    """Advice on the column map that may make a row readable; "" if none shows."""
+    dialogs = [name for name in row if is_conversation(row[name])]
+    likely = f"messages={dialogs[0]}" if len(dialogs) == 1 else ""
+    if {"chosen", "rejected"} <= row.keys() or "completion" in row:
+        heads = given_columns(row, (*DIALOGS, *QUESTIONS, *CONTEXTS)) or dialogs
+        likely = f"prompt={heads[0]}" if heads else ""
+    return f"Add ::{likely} to the file's name." if likely else ""
+
+
+def _map_of_two(row: Row) -> str:
+    """Advice on the column map of a row with two answers that does not say which is better; "" for
+    any other row."""
+    two = pair_of_names(name for name, value in row.items() if value is not None)
+    if two is None:
+        return ""
+    columns = "preferred=COLUMN"
+    if MappedRow(row, {}).prompt() is None:
+        columns = f"prompt=COLUMN,answer_a={two[0]},answer_b={two[1]},{columns}"
+    return (
+        f"To compare {two[0]} and {two[1]}, add ::{columns} to the file's name, with the "
+        "column that says which is better."
+    )
+
+
+def _gap_in_map(row: Row, columns: Mapping[str, str]) -> RowProblem | None:
+    """What a column map lacks that has some of the roles of a comparison; None of any other."""
+    mapped = MappedRow(row, columns)
+    if not columns.keys() <= {"prompt", *COMPARED, *MARKS}:
+        return None
+    roles = dict(columns)
+    given = [name for name in row if name not in columns.values()]
+    if "prompt" not in columns and row.get("prompt") is None:
+        roles["prompt"] = prompt_column({name: row[name] for name in given}) or "COLUMN"
+    if mapped.maps("answer_a", "answer_b", "preferred"):
+        needs: tuple[str, ...] = ("answer_a", "answer_b", "preferred")
+        found = pair_of_names(given) or ("COLUMN", "COLUMN")
+    elif mapped.maps("answers", "scores"):
+        needs = ("answers", "scores" if row.get("ranks") is None else "ranks")
+        found = ([name for name in given if name in LISTS] or ["COLUMN"])[0], "COLUMN"
+    else:
+        return None
+    for role, name in zip(needs, (*found, "COLUMN"), strict=False):
+        if row.get(role) is None or role in columns:
+            roles.setdefault(role, name)
+    missing = [role for role in ("prompt", *needs) if role in roles and role not in columns]
+    if not missing:
+        return None
+    in_order = dict.fromkeys(("prompt", *needs, *columns))
+    written = ",".join(f"{role}={roles[role]}" for role in in_order if role in roles)
+    return RowProblem(
+        "",
+        f"a map of {' and '.join(columns)}",
+        f"have {' and '.join(missing)} mapped too",
+        f"Write ::{written} after the file's name.",
+    )
