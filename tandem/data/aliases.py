@@ -68,8 +68,9 @@ def find_aliases(row: Row, shape: str) -> dict[str, str]:
         if _needs_prompt(row) and (head := prompt_column(row)):
             found["prompt"] = head
     elif shape == "prompt":
-        if (answer := _only(row, _ANSWERS)) and says_something(row[answer]):
-            found["completion"] = answer
+        answers = _may_answer(row, _ANSWERS)
+        if len(answers) == 1 and says_something(row[answers[0]]):
+            found["completion"] = answers[0]
     elif not shape:
         found |= _prompt_and_answer(row)
     return found
@@ -106,9 +107,9 @@ def whole_prompt(row: Row, column: str) -> tuple[Any, set[str]]:
     return value, read
 
 
-def two_answers(row: Row) -> str:
+def several_answers(row: Row) -> str:
     """The columns of which each may be the answer, joined; "" unless there are several."""
-    several = [name for name in given_columns(row, _ANSWERS) if _may_answer(row[name])]
+    several = _may_answer(row, _ANSWERS)
     return " and ".join(several) if len(several) > 1 else ""
 
 
@@ -126,14 +127,10 @@ def _prompt_and_answer(row: Row) -> dict[str, str]:
     ranked = row.get("answers") is not None and row.get("ranks") is not None
     if row.get("chosen") is not None or row.get("ranking") is not None or ranked:
         return {"prompt": head}
-    answer = _only(row, _ANSWERS)
-    if not answer and not two_answers(row):
-        answer = next(
-            (name for name in given_columns(row, _REFERENCES) if _may_answer(row[name])), ""
-        )
-    if answer in ("", "completion"):
+    answers = _may_answer(row, _ANSWERS) or _may_answer(row, _REFERENCES)[:1]
+    if len(answers) != 1 or answers == ["completion"]:
         return {"prompt": head}
-    return {"prompt": head, "completion": answer}
+    return {"prompt": head, "completion": answers[0]}
 
 
 def _needs_prompt(row: Row) -> bool:
@@ -146,16 +143,8 @@ def _needs_prompt(row: Row) -> bool:
 
 def prompt_column(row: Row, contexts: Iterable[str] = CONTEXTS) -> str:
     """The column that must be the prompt; "" if none or several could be."""
-    heads = [name for name in given_columns(row, (*DIALOGS, *QUESTIONS)) if _may_ask(row[name])]
-    if len(heads) > 1:
-        return ""
-    return next(iter([*heads, *(n for n in given_columns(row, contexts) if _may_ask(row[n]))]), "")
-
-
-def _only(row: Row, names: Iterable[str]) -> str:
-    """The one of `names` that may be the answer; "" if none or several may."""
-    found = [name for name in given_columns(row, names) if _may_answer(row[name])]
-    return found[0] if len(found) == 1 else ""
+    heads = _may_ask(row, (*DIALOGS, *QUESTIONS))
+    return "" if len(heads) > 1 else next(iter(heads or _may_ask(row, contexts)), "")
 
 
 def given_columns(row: Row, names: Iterable[str]) -> list[str]:
@@ -171,9 +160,13 @@ def says_something(value: Any) -> bool:
     return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
 
 
-def _may_ask(value: Any) -> bool:
-    return isinstance(value, str) or is_conversation(value)
+def _may_ask(row: Row, names: Iterable[str]) -> list[str]:
+    """Those of `names` that may be the prompt."""
+    given = given_columns(row, names)
+    return [name for name in given if isinstance(row[name], str) or is_conversation(row[name])]
 
 
-def _may_answer(value: Any) -> bool:
-    return isinstance(value, str) or first_role(value) is not None
+def _may_answer(row: Row, names: Iterable[str]) -> list[str]:
+    """Those of `names` that may be the answer."""
+    given = given_columns(row, names)
+    return [name for name in given if isinstance(row[name], str) or first_role(row[name])]

@@ -21,7 +21,7 @@ from tandem.data.aliases import (
     find_aliases,
     find_marks,
     says_something,
-    two_answers,
+    several_answers,
     whole_prompt,
     with_lists,
 )
@@ -365,7 +365,7 @@ def _notes(row: Row, shape: Shape, sample: Sample) -> list[str]:
         notes.append("turns marked weight 0 or train false are shown, not learned")
     if shape.read in (messages, sharegpt):
         notes += skipped_notes(turns_of(row[shape.needs[0]], shape.needs[0]))
-    if shape.read is prompt_only and (several := two_answers(row)):
+    if shape.read is prompt_only and (several := several_answers(row)):
         notes.append(f"{several} may each be the answer, so neither is: map one to completion")
     if shape.read is not plain_text:
         notes += turn_notes(row[name] for name in shape.needs + shape.may if name in row)
