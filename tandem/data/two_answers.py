@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.data.aliases import says_something
 from tandem.data.answer_lists import json_list
 from tandem.data.dialogs import answer_of, whole_dialog
 from tandem.data.excerpt import describe
@@ -29,6 +28,7 @@ from tandem.data.verdicts import (
     Two,
     Way,
     by_place,
+    not_compared,
     read_verdict,
     saying,
     ways_of,
@@ -51,11 +51,11 @@ SUMMARIES = ("info", "summaries", "choice")
 _SUMMARIES = ("summaries", "summaries")
 _KAGGLE = ("prompt", "response_a", "response_b")
 
-_SAME = "{} and {} are the same answer, not compared: a prompt alone"
-_APART = "{} and {} differ before their last answers, not compared: a prompt alone"
-_BLANK = "{} or {} is blank, not compared: a prompt alone"
-_UNREADABLE = "{} and {} cannot both be read as answers, not compared: a prompt alone"
-_NOT_AS_MANY = "{} has not one text for each turn of prompt, not compared: a prompt alone"
+_SAME = "{} and {} are the same answer"
+_APART = "{} and {} differ before their last answers"
+_BLANK = "{} or {} is blank"
+_UNREADABLE = "{} and {} cannot both be read as answers"
+_NOT_AS_MANY = "{} has not one text for each turn of prompt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def find_pair(mapped: MappedRow) -> Pair | None:
     ways = saying(row, ways_of(mapped, two))
     values = row[keys[0]], row[keys[1]]
     is_blank = [_is_blank(value) for value in values]
-    if not ways or (all(is_blank) and not any(_has_value(row, way) for way in ways)):
+    if not ways or (all(is_blank) and not any(way.says_something(row) for way in ways)):
         return None
     if finds and keys == _KAGGLE[1:] and all(name in row for name in FLAGS[:2]):
         asked = json_list(row.get("prompt"))
@@ -143,10 +143,6 @@ def find_pair(mapped: MappedRow) -> Pair | None:
         if pair.two.is_mapped or not is_asked:
             raise
         return pair
-
-
-def _has_value(row: Row, way: Way) -> bool:
-    return any(says_something(row.get(key)) for key in way.keys)
 
 
 def _is_blank(value: Any) -> bool:
@@ -206,13 +202,13 @@ def compare(row: Row, pair: Pair, prompt: Turns | None) -> Said:
     if said.better is None:
         return said
     if pair.note:
-        return Said(None, pair.note, understood=False)
+        return not_compared(pair.note, understood=False)
     names = pair.two.names
     for value, name in zip(pair.values, names, strict=True):
         if _is_blank(value):
             if pair.two.is_mapped:
                 raise RowProblem(name, describe(value), "not be blank")
-            return Said(None, _BLANK.format(*names))
+            return not_compared(_BLANK.format(*names))
     try:
         if prompt is None and pair.dialogs is not None:
             first, second = pair.dialogs
@@ -223,10 +219,10 @@ def compare(row: Row, pair: Pair, prompt: Turns | None) -> Said:
     except RowProblem:
         if pair.two.is_mapped:
             raise
-        return Said(None, _UNREADABLE.format(*names), understood=False)
+        return not_compared(_UNREADABLE.format(*names), understood=False)
     if first[:-1] != second[:-1]:
-        return Said(None, _APART.format(*names))
-    return said if len(answers) > 1 else Said(None, _SAME.format(*names))
+        return not_compared(_APART.format(*names))
+    return said if len(answers) > 1 else not_compared(_SAME.format(*names))
 
 
 def shared_prompt(pair: Pair) -> Turns:

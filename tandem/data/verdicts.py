@@ -94,6 +94,10 @@ class Way:
         *names, last = self.names
         return f"{', '.join(names)} and {last}" if names else last
 
+    def says_something(self, row: Row) -> bool:
+        """Whether one of its columns has a value."""
+        return any(says_something(row.get(key)) for key in self.keys)
+
 
 def ways_of(mapped: MappedRow, two: Two) -> list[Way]:
     """The ways in which the columns of a row may say which of two answers is better."""
@@ -124,8 +128,7 @@ def _way(keys: tuple[str, ...], read: Callable[[Row, Two, Way], Said], named: bo
 
 def saying(row: Row, ways: list[Way]) -> list[Way]:
     """Those of `ways` whose columns have a value in `row`; all of them if none has."""
-    found = [way for way in ways if any(says_something(row.get(key)) for key in way.keys)]
-    return found or ways
+    return [way for way in ways if way.says_something(row)] or ways
 
 
 def read_verdict(row: Row, two: Two, ways: list[Way]) -> Said:
@@ -140,47 +143,55 @@ def read_verdict(row: Row, two: Two, ways: list[Way]) -> Said:
         each = "may each say which answer is better, so none does: map one to preferred"
         return Said(None, f"{columns} {each}", understood=False)
     (way,) = ways
-    if not any(says_something(row.get(key)) for key in way.keys):
-        return Said(None, f"two answers and no value in {columns}, not compared: a prompt alone")
+    if not way.says_something(row):
+        return not_compared(f"two answers and no value in {columns}")
     return way.read(row, two, way)
 
 
-def tied(way: Way) -> Said:
-    """What there is to note of answers that are called equal."""
-    return Said(None, f"a tie by {way.column}, not compared: a prompt alone")
+def not_compared(why: str, *, understood: bool = True) -> Said:
+    """Two answers that are not compared, with the note on it."""
+    return Said(None, f"{why}, not compared: a prompt alone", understood)
 
 
-def _unread(way: Way, note: str, problem: RowProblem) -> Said:
+def _tied(way: Way) -> Said:
+    return not_compared(f"a tie by {way.column}")
+
+
+def _unread(row: Row, way: Way, note: str, expected: str, advice: str = "") -> Said:
     """A value that cannot be read: the user's mistake where the user mapped it, else a note that
     does not quote it, so that the rows of one column count together.
 
     Raises:
-        RowProblem: `problem`, of a mapped column.
+        RowProblem: the column is mapped.
     """
     if way.is_mapped:
-        raise problem
-    return Said(None, f"{note}, not compared: a prompt alone", understood=False)
+        found = ", ".join(describe(row[key]) for key in way.keys)
+        raise RowProblem(way.names[0], found, expected, advice)
+    return not_compared(note, understood=False)
+
+
+def _number(row: Row, way: Way) -> float | None:
+    """The number in a way's only column; None for a bool."""
+    value = row[way.keys[0]]
+    return None if isinstance(value, bool) else number_of(value)
 
 
 def by_name(row: Row, two: Two, way: Way) -> Said:
     """The answer's column, its letter, its number, or a word for a tie."""
-    value = row[way.keys[0]]
-    number = None if isinstance(value, bool) else number_of(value)
+    value, number = row[way.keys[0]], _number(row, way)
     numbers = next((ends for ends in TWO_ENDS[:2] if two.ends_in(*ends)), ())
+    words = _words(two)
     if number is not None:
-        end = f"{number:g}"
-        if end in numbers:
+        if (end := f"{number:g}") in numbers:
             return Said(two.ends.index(end))
     elif isinstance(value, str):
         word = value.strip().casefold()
         if word in _TIES:
-            return tied(way)
-        named = _words(two)
-        if word in named:
-            return Said(named[word])
-    letters = _words(two)
+            return _tied(way)
+        if word in words:
+            return Said(words[word])
     either = [f"{end} ({two.names[two.ends.index(end)]})" for end in numbers]
-    either += [f"{letter} ({two.names[letters[letter]]})" for letter in ("a", "b")]
+    either += [f"{letter} ({two.names[words[letter]]})" for letter in ("a", "b")]
     note = f"{way.column} names neither answer and no tie (a, b, a column's name, tie)"
     advice = ""
     if number is not None:
@@ -190,7 +201,7 @@ def by_name(row: Row, two: Two, way: Way) -> Said:
         )
         advice = "Other numbers could mean either answer: write a, b or tie in their place."
     expected = f"name the better answer: {', '.join(either)}, its column's name, or tie"
-    return _unread(way, note, RowProblem(way.names[0], describe(value), expected, advice))
+    return _unread(row, way, note, expected, advice)
 
 
 def _words(two: Two) -> dict[str, int]:
@@ -205,53 +216,45 @@ def _words(two: Two) -> dict[str, int]:
 
 def by_sign(row: Row, two: Two, way: Way) -> Said:
     """HelpSteer's -3 to 3."""
-    value = row[way.keys[0]]
-    number = None if isinstance(value, bool) else number_of(value)
+    number = _number(row, way)
     first, second = (two.names[two.ends.index(end)] for end in ("1", "2"))
     if number is None:
         expected = f"be a number, below 0 where {first} is better, above 0 where {second} is"
-        problem = RowProblem(way.names[0], describe(value), expected)
-        return _unread(way, f"{way.column} is no number", problem)
-    return Said(two.ends.index("1" if number < 0 else "2")) if number else tied(way)
+        return _unread(row, way, f"{way.column} is no number", expected)
+    return Said(two.ends.index("1" if number < 0 else "2")) if number else _tied(way)
 
 
 def by_scores(row: Row, two: Two, way: Way) -> Said:
     """A score of each answer, more is better."""
-    scores = [number_of(row[key]) for key in way.keys]
-    if scores[0] is None or scores[1] is None:
-        return Said(None, f"{way.column} are not both numbers, not compared: a prompt alone")
-    return tied(way) if scores[0] == scores[1] else Said(int(scores[1] > scores[0]))
+    first, second = (number_of(row[key]) for key in way.keys)
+    if first is None or second is None:
+        return not_compared(f"{way.column} are not both numbers")
+    return _tied(way) if first == second else Said(int(second > first))
 
 
 def by_flags(row: Row, two: Two, way: Way) -> Said:
     """A column for each outcome, of which one is 1."""
     flags = [number_of(row[key]) for key in way.keys]
     if flags.count(1) != 1 or flags.count(0) != len(flags) - 1:
-        found = ", ".join(describe(row[key]) for key in way.keys)
         expected = f"be 1 in one of {', '.join(way.names)}, 0 elsewhere"
-        note = f"{way.column} are not 1 in one place and 0 elsewhere"
-        return _unread(way, note, RowProblem(way.names[0], found, expected))
+        return _unread(row, way, f"{way.column} are not 1 in one place and 0 elsewhere", expected)
     outcome = way.keys[flags.index(1.0)]
-    return tied(way) if outcome == FLAGS[2] else Said(two.ends.index(outcome[-1]))
+    return _tied(way) if outcome == FLAGS[2] else Said(two.ends.index(outcome[-1]))
 
 
 def by_shp(row: Row, two: Two, way: Way) -> Said:
     """SHP's labels: 1, the first is better; 0, the second."""
-    value = row[way.keys[0]]
-    number = number_of(value)
+    number = number_of(row[way.keys[0]])
     if number not in (0, 1):
         expected = f"be 1 ({two.names[0]} is better) or 0 ({two.names[1]} is)"
-        problem = RowProblem(way.names[0], describe(value), expected)
-        return _unread(way, f"{way.column} is neither 1 nor 0", problem)
+        return _unread(row, way, f"{way.column} is neither 1 nor 0", expected)
     return Said(1 - int(number))
 
 
 def by_place(row: Row, two: Two, way: Way) -> Said:
     """The place of the better answer in their list, from 0."""
-    value = row[way.keys[0]]
-    number = None if isinstance(value, bool) else number_of(value)
+    number = _number(row, way)
     if number not in (0, 1):
         expected = f"be the place of the better one of {two.names[0]}, 0 or 1"
-        problem = RowProblem(way.names[0], describe(value), expected)
-        return _unread(way, f"{way.column} is neither 0 nor 1", problem)
+        return _unread(row, way, f"{way.column} is neither 0 nor 1", expected)
     return Said(int(number))
