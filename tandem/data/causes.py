@@ -43,7 +43,7 @@ def _all_bad(account: DatasetLedger) -> str:
 
 
 def _are_prompts_alone(account: DatasetLedger) -> bool:
-    """Whether every usable row was read as a prompt, as `shapes.Shaped` names it."""
+    """Whether every usable row was read as a prompt, as `shaping.Shaped` names it."""
     return bool(account.shapes) and all(
         shape.partition(" with ")[0] == "prompt" for shape in account.shapes
     )

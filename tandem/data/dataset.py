@@ -22,7 +22,7 @@ from tandem.data.grades import Mode, below, lowest_imitated
 from tandem.data.ledger import DatasetLedger, Ledger
 from tandem.data.rows import BadRow, RowProblem
 from tandem.data.sampled import Read
-from tandem.data.shapes import Shaped, to_sample
+from tandem.data.shaping import Shaped, to_sample
 from tandem.data.sources import (
     DataSpec,
     declared_but_mixed,

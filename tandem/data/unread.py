@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tandem.data.aliases import CONTEXTS, says_something
+from tandem.data.answer_lists import lists_of_numbers
 from tandem.data.turns import Turns, first_role
 
 _OF_A_PROMPT = (*CONTEXTS, "history", "system", "system_prompt")
@@ -20,6 +21,19 @@ _LOST = {
 }
 _NOTED = (*_OF_A_PROMPT, *_LOST)
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+
+
+def unread_of(rest: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Of the columns that a row's shape leaves: those that say something; those of them that have a
+    list or an object, which is no answer; those that may be the scores of another's answers."""
+    said = {name: value for name, value in rest.items() if says_something(value)}
+    lists = (name for name, value in said.items() if _holds_no_answer(value))
+    return tuple(said), tuple(lists), lists_of_numbers(said) if said else ()
+
+
+def _holds_no_answer(value: Any) -> bool:
+    """Whether a column has a list or an object that is no message and no conversation."""
+    return isinstance(value, list | tuple | Mapping) and first_role(value) is None
 
 
 def column_notes(extra: Mapping[str, Any]) -> list[str]:

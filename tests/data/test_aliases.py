@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.data.rows import RowProblem
-from tandem.data.shapes import to_sample
+from tandem.data.shaping import to_sample
 from tandem.types import Message, Sample, Source
 
 HERE = Source("set", "set.jsonl", 3)

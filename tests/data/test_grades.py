@@ -16,7 +16,7 @@ from tandem.data.check_command import data_command
 from tandem.data.dataset import load_data, load_text
 from tandem.data.grades import number_of, rank
 from tandem.data.rows import RowProblem
-from tandem.data.shapes import to_sample
+from tandem.data.shaping import to_sample
 from tandem.data.sources import parse_spec
 from tandem.errors import ConfigError
 from tandem.types import Message, Sample, Source

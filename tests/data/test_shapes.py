@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tandem.data.rows import RowProblem
-from tandem.data.shapes import SHAPES, to_sample
+from tandem.data.shapes import SHAPES
+from tandem.data.shaping import to_sample
 from tandem.types import Message, Sample, Source
 
 HERE = Source("set", "set.jsonl", 3)
