@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tandem.data.dialogs import history_turns, joined_instruction
 from tandem.data.turns import (
     Turns,
     begins_like_turns,
     first_role,
-    history_turns,
     is_transcript,
-    joined_instruction,
     listed,
     prompt_turns,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tandem.data.excerpt import excerpt
+from tandem.data.excerpt import describe, excerpt
 from tandem.data.rows import RowProblem
 from tandem.data.tools import bare
 from tandem.data.turns import Turns, check_prompt, maybe_blank, text_of, turns_of
@@ -25,6 +25,36 @@ def with_system(turns: Turns, row: Row) -> Turns:
             "system", excerpt(system), "not be given together with a system turn in the row"
         )
     return (Message("system", system), *turns)
+
+
+def joined_instruction(row: Mapping[str, Any]) -> str:
+    """An Alpaca row's prompt: the instruction, a blank line, and any input.
+
+    Raises:
+        RowProblem: one of them is not text, or the instruction is blank.
+    """
+    prompt = text_of(row["instruction"], "instruction")
+    given = "" if row.get("input") is None else maybe_blank(row["input"], "input")
+    return f"{prompt}\n\n{given}" if given.strip() else prompt
+
+
+def history_turns(pairs: Any) -> Turns:
+    """The turns of LLaMA-Factory's column `history`: [instruction, answer] pairs, or nothing.
+
+    Raises:
+        RowProblem: it is something else.
+    """
+    if pairs is None or pairs == "":  # an empty CSV cell
+        return ()
+    if not isinstance(pairs, list | tuple):
+        raise RowProblem("history", describe(pairs), "be a list of [instruction, answer] pairs")
+    turns: list[Message] = []
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise RowProblem("history", describe(pair), "hold [instruction, answer] pairs only")
+        turns.append(Message("user", text_of(pair[0], "history")))
+        turns.append(Message("assistant", text_of(pair[1], "history")))
+    return tuple(turns)
 
 
 def whole_dialog(prompt: Turns, answer: Any, field: str) -> Turns:

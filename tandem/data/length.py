@@ -22,6 +22,7 @@ from tandem.types import (
 )
 
 LongRowPolicy = Literal["drop", "truncate", "error"]
+Outcome = Literal["kept", "truncated", "dropped"]
 Row = TypeVar("Row", TokenRow, PairRow, RankedRow, LabelledRow, GradedRow, PromptRow)
 Answer = TypeVar("Answer", LabelledRow, GradedRow)
 
@@ -35,7 +36,7 @@ class Fitted(Generic[Row]):
     """
 
     row: Row | None
-    outcome: Literal["kept", "truncated", "dropped"]
+    outcome: Outcome
     reason: str = ""
 
 
@@ -65,16 +66,10 @@ def fit_pair(pair: PairRow, max_tokens: int, policy: LongRowPolicy) -> Fitted[Pa
     Raises:
         DataError: a side is too long and the policy is "error".
     """
-    sides = [fit(side, max_tokens, policy) for side in (pair.chosen, pair.rejected)]
-    chosen, rejected = sides[0].row, sides[1].row
-    if chosen is None or rejected is None:
-        return Fitted(None, "dropped", next(s.reason for s in sides if s.row is None))
-    cut = [side for side in sides if side.outcome == "truncated"]
-    if not cut:
-        return Fitted(pair, "kept")
-    if chosen.token_ids == rejected.token_ids:
-        return Fitted(None, "dropped", "both answers equal within max_tokens")
-    return Fitted(replace(pair, chosen=chosen, rejected=rejected), "truncated", cut[0].reason)
+    sides, outcome, reason = _fit_all((pair.chosen, pair.rejected), max_tokens, policy, "both")
+    if outcome == "truncated":
+        pair = replace(pair, chosen=sides[0], rejected=sides[1])
+    return Fitted(pair if outcome != "dropped" else None, outcome, reason)
 
 
 def fit_answer(row: Answer, max_tokens: int, policy: LongRowPolicy) -> Fitted[Answer]:
@@ -95,16 +90,26 @@ def fit_ranked(row: RankedRow, max_tokens: int, policy: LongRowPolicy) -> Fitted
     Raises:
         DataError: an answer is too long and the policy is "error".
     """
-    fitted = [fit(answer, max_tokens, policy) for answer in row.sequences]
+    sequences, outcome, reason = _fit_all(row.sequences, max_tokens, policy, "two")
+    if outcome == "truncated":
+        row = replace(row, sequences=sequences)
+    return Fitted(row if outcome != "dropped" else None, outcome, reason)
+
+
+def _fit_all(
+    answers: Sequence[TokenRow], max_tokens: int, policy: LongRowPolicy, several: str
+) -> tuple[tuple[TokenRow, ...], Outcome, str]:
+    """Answers that are compared, what became of them, and why. `several`: how many may be equal."""
+    fitted = [fit(answer, max_tokens, policy) for answer in answers]
     kept = tuple(each.row for each in fitted if each.row is not None)
     if len(kept) < len(fitted):
-        return Fitted(None, "dropped", next(each.reason for each in fitted if each.row is None))
+        return (), "dropped", next(each.reason for each in fitted if each.row is None)
     cut = [each for each in fitted if each.outcome == "truncated"]
     if not cut:
-        return Fitted(row, "kept")
+        return kept, "kept", ""
     if len({answer.token_ids for answer in kept}) < len(kept):
-        return Fitted(None, "dropped", "two answers equal within max_tokens")
-    return Fitted(replace(row, sequences=kept), "truncated", cut[0].reason)
+        return (), "dropped", f"{several} answers equal within max_tokens"
+    return kept, "truncated", cut[0].reason
 
 
 def fit_graded(row: RankedRow, max_tokens: int, policy: LongRowPolicy) -> Fitted[RankedRow]:

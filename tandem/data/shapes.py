@@ -11,16 +11,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.data.dialogs import last_answer, pair_of, whole_dialog, with_system
+from tandem.data.dialogs import (
+    history_turns,
+    joined_instruction,
+    last_answer,
+    pair_of,
+    whole_dialog,
+    with_system,
+)
 from tandem.data.excerpt import describe, names
 from tandem.data.labels import labelled, margin_of
 from tandem.data.map_advice import map_to_add
 from tandem.data.rows import RowProblem
 from tandem.data.turns import (
     check_prompt,
-    history_turns,
     is_transcript,
-    joined_instruction,
     listed,
     prompt_turns,
     text_of,

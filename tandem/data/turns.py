@@ -95,38 +95,11 @@ def first_role(value: Any) -> Role | None:
         return first.role
     if not isinstance(first, Mapping):
         return None
-    role = first.get("from", first.get("role"))
-    return _ROLES.get(role.strip().lower()) if isinstance(role, str) else None
+    return _known_role(first.get("from", first.get("role")))
 
 
-def joined_instruction(row: Mapping[str, Any]) -> str:
-    """An Alpaca row's prompt: the instruction, a blank line, and any input.
-
-    Raises:
-        RowProblem: one of them is not text, or the instruction is blank.
-    """
-    prompt = text_of(row["instruction"], "instruction")
-    given = "" if row.get("input") is None else maybe_blank(row["input"], "input")
-    return f"{prompt}\n\n{given}" if given.strip() else prompt
-
-
-def history_turns(pairs: Any) -> Turns:
-    """The turns of LLaMA-Factory's column `history`: [instruction, answer] pairs, or nothing.
-
-    Raises:
-        RowProblem: it is something else.
-    """
-    if pairs is None or pairs == "":  # an empty CSV cell
-        return ()
-    if not isinstance(pairs, list | tuple):
-        raise RowProblem("history", describe(pairs), "be a list of [instruction, answer] pairs")
-    turns: list[Message] = []
-    for pair in pairs:
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise RowProblem("history", describe(pair), "hold [instruction, answer] pairs only")
-        turns.append(Message("user", text_of(pair[0], "history")))
-        turns.append(Message("assistant", text_of(pair[1], "history")))
-    return tuple(turns)
+def _known_role(value: Any) -> Role | None:
+    return _ROLES.get(value.strip().lower()) if isinstance(value, str) else None
 
 
 def maybe_blank(value: Any, field: str) -> str:
@@ -343,8 +316,7 @@ def _is_learned(item: Mapping[str, Any], field: str, number: int) -> bool:
 
 
 def _role(value: Any, field: str, number: int) -> Role:
-    known = _ROLES.get(value.strip().lower()) if isinstance(value, str) else None
-    if known is not None:
+    if known := _known_role(value):
         return known
     near = get_close_matches(str(value).lower(), _ROLES, 1, cutoff=0.5)
     advice = f"The nearest role is {near[0]}." if near else ""
