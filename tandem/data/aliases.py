@@ -6,10 +6,11 @@ two columns could be the one that is missing, nothing is renamed. The table is i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from tandem.data.dialogs import history_turns, joined_instruction
+from tandem.data.rows import Row
 from tandem.data.turns import (
     Turns,
     begins_like_turns,
@@ -19,8 +20,6 @@ from tandem.data.turns import (
     prompt_turns,
 )
 from tandem.types import Message
-
-Row = Mapping[str, Any]
 
 DIALOGS = ("messages", "conversations", "conversation")
 QUESTIONS = ("question", "instruction", "query", "problem")

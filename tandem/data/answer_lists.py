@@ -11,10 +11,8 @@ from typing import Any
 from tandem.data.excerpt import describe
 from tandem.data.grades import number_of
 from tandem.data.mapped_row import MappedRow
-from tandem.data.rows import RowProblem
+from tandem.data.rows import Row, RowProblem
 from tandem.data.turns import first_role
-
-Row = Mapping[str, Any]
 
 LISTS = ("answers", "completions", "responses", "generations")
 """Columns that hold several answers."""

@@ -23,7 +23,7 @@ from tandem.data.answer_lists import (
 )
 from tandem.data.excerpt import excerpt, names
 from tandem.data.mapped_row import COMPARED, MappedRow
-from tandem.data.rows import RowProblem
+from tandem.data.rows import Row, RowProblem
 from tandem.data.two_answers import (
     PARTS,
     SUMMARIES,
@@ -32,8 +32,6 @@ from tandem.data.two_answers import (
     find_pair,
     shared_prompt,
 )
-
-Row = Mapping[str, Any]
 
 _OF_ONE_ANSWER = ("label", "margin", "grade")
 """Roles that a comparison has no use for: nobody says that a margin is the better answer's."""

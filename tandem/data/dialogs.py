@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from tandem.data.excerpt import describe, excerpt
-from tandem.data.rows import RowProblem
+from tandem.data.rows import Row, RowProblem
 from tandem.data.tools import bare
 from tandem.data.turns import Turns, check_prompt, maybe_blank, text_of, turns_of
 from tandem.message import Answer, Message, answer_text
 from tandem.types import Sample, Source
-
-Row = Mapping[str, Any]
 
 
 def with_system(turns: Turns, row: Row) -> Turns:
@@ -27,7 +24,7 @@ def with_system(turns: Turns, row: Row) -> Turns:
     return (Message("system", system), *turns)
 
 
-def joined_instruction(row: Mapping[str, Any]) -> str:
+def joined_instruction(row: Row) -> str:
     """An Alpaca row's prompt: the instruction, a blank line, and any input.
 
     Raises:

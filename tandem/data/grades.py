@@ -13,7 +13,7 @@ from math import inf
 from typing import Any, Literal
 
 from tandem.data.excerpt import describe
-from tandem.data.rows import RowProblem
+from tandem.data.rows import Row, RowProblem
 from tandem.data.tools import bare
 from tandem.message import Answer, Message
 from tandem.types import Sample
@@ -43,7 +43,7 @@ def number_of(value: Any) -> float | None:
     return number if abs(number) <= _MOST else None
 
 
-def grade_columns(row: Mapping[str, Any]) -> list[str]:
+def grade_columns(row: Row) -> list[str]:
     """The columns of a row that may hold its grade."""
     return [name for name in COLUMNS if row.get(name) not in (None, "")]
 
@@ -58,7 +58,7 @@ class Graded:
     note: str = ""
 
 
-def read_grade(row: Mapping[str, Any], sample: Sample, columns: Mapping[str, str]) -> Graded:
+def read_grade(row: Row, sample: Sample, columns: Mapping[str, str]) -> Graded:
     """The grade of a row that was read as `sample`.
 
     Args:

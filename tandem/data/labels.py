@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from math import isfinite, nan
 from typing import Any
 
 from tandem.data.excerpt import describe
-from tandem.data.rows import RowProblem
+from tandem.data.rows import Row, RowProblem
 from tandem.types import Sample
 
 _LABELS = {
@@ -35,12 +34,12 @@ def verdict(value: Any) -> bool:
     return label
 
 
-def is_labelled(row: Mapping[str, Any]) -> bool:
+def is_labelled(row: Row) -> bool:
     """Whether a row's label was read by `verdict`, or is a bool."""
     return isinstance(row.get("label"), bool)
 
 
-def labelled(sample: Sample, row: Mapping[str, Any]) -> Sample:
+def labelled(sample: Sample, row: Row) -> Sample:
     """An answer labelled as bad (KTO's `label` false) becomes a rejected one."""
     if not is_labelled(row):
         return sample
@@ -49,7 +48,7 @@ def labelled(sample: Sample, row: Mapping[str, Any]) -> Sample:
     return replace(sample, chosen=None, rejected=sample.chosen, label=False)
 
 
-def margin_of(row: Mapping[str, Any]) -> float:
+def margin_of(row: Row) -> float:
     """How much better the chosen answer is, where the row has a column `margin`; else 0.
 
     Raises:

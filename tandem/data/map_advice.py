@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from tandem.data.aliases import (
     CONTEXTS,
@@ -16,10 +15,8 @@ from tandem.data.aliases import (
 from tandem.data.answer_lists import LISTS
 from tandem.data.excerpt import names
 from tandem.data.mapped_row import COMPARED, MARKS, MappedRow
-from tandem.data.rows import RowProblem
+from tandem.data.rows import Row, RowProblem
 from tandem.data.two_answers import pair_of_names
-
-Row = Mapping[str, Any]
 
 
 def unknown_shape(

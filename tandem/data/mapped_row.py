@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from tandem.data.aliases import prompt_column, whole_prompt
+from tandem.data.rows import Row
 from tandem.data.turns import Turns, prompt_turns
-
-Row = Mapping[str, Any]
 
 COMPARED = ("answer_a", "answer_b", "preferred", "answers", "scores", "ranks")
 """The roles of several answers, and of what says which are better."""

@@ -10,6 +10,9 @@ from tandem.errors import DataError
 from tandem.text import visible
 from tandem.types import Source
 
+Row = Mapping[str, Any]
+"""Column name to value."""
+
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
@@ -19,7 +22,7 @@ class RawRow:
         row did not give one.
     """
 
-    columns: Mapping[str, Any]
+    columns: Row
     source: Source
     is_of_table: bool = False
 

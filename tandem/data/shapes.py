@@ -22,7 +22,7 @@ from tandem.data.dialogs import (
 from tandem.data.excerpt import describe, names
 from tandem.data.labels import labelled, margin_of
 from tandem.data.map_advice import map_to_add
-from tandem.data.rows import RowProblem
+from tandem.data.rows import Row, RowProblem
 from tandem.data.turns import (
     check_prompt,
     is_transcript,
@@ -34,8 +34,6 @@ from tandem.data.turns import (
 )
 from tandem.message import Message
 from tandem.types import Sample, Source
-
-Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

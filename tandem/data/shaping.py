@@ -21,7 +21,7 @@ from tandem.data.grades import read_grade
 from tandem.data.labels import is_labelled, is_verdict, margin_of, verdict
 from tandem.data.map_advice import unknown_shape
 from tandem.data.mapped_row import MARKS
-from tandem.data.rows import RowProblem
+from tandem.data.rows import Row, RowProblem
 from tandem.data.shapes import (
     NEEDS,
     SHAPES,
@@ -41,8 +41,6 @@ from tandem.data.unread import (
     unread_of,
 )
 from tandem.types import Sample, Source
-
-Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

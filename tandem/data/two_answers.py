@@ -10,7 +10,7 @@ from tandem.data.answer_lists import json_list
 from tandem.data.dialogs import answer_of, whole_dialog
 from tandem.data.excerpt import describe
 from tandem.data.mapped_row import MappedRow
-from tandem.data.rows import RowProblem
+from tandem.data.rows import Row, RowProblem
 from tandem.data.tools import bare
 from tandem.data.turns import (
     Turns,
@@ -34,8 +34,6 @@ from tandem.data.verdicts import (
     ways_of,
 )
 from tandem.message import Message
-
-Row = Mapping[str, Any]
 
 _DIALOG = "conversation"
 _STEMS = ("answer", "response", "completion", "output", "generation", _DIALOG, "human_ref")

@@ -6,17 +6,14 @@ A number counts only where it can mean one thing: as the end of a column's name 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from tandem.data.aliases import says_something
 from tandem.data.excerpt import describe
 from tandem.data.grades import number_of
 from tandem.data.mapped_row import MappedRow
-from tandem.data.rows import RowProblem
-
-Row = Mapping[str, Any]
+from tandem.data.rows import Row, RowProblem
 
 TWO_ENDS = (("0", "1"), ("1", "2"), ("a", "b"), ("A", "B"))
 """How the names of two columns end that hold the two answers."""
