@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from tandem.data import gym
 from tandem.data.excerpt import excerpt
@@ -41,17 +42,6 @@ from tandem.errors import ConfigError, DataError
 from tandem.text import visible
 from tandem.types import Source
 
-__all__ = [
-    "ROLES",
-    "BadRow",
-    "DataSpec",
-    "RawRow",
-    "files_left",
-    "parse_columns",
-    "parse_spec",
-    "read_rows",
-]
-
 ROLES = (
     *("prompt", "chosen", "rejected", "completion", "messages", "text", "system", "tools"),
     *("label", "grade", "margin", "ranking", "answers", "ranks", "scores"),
@@ -66,7 +56,7 @@ _READERS: dict[str, Callable[[Path, str, OnBlank], Rows]] = dict(
         strict=True,
     )
 )
-_FORMATS = ", ".join(_READERS)
+_FORMATS = ", ".join(ENDINGS)
 _RENAME = "Rename it according to its content."
 _ADVICE = {
     ".tsv": "Save it with commas, as .csv.",
@@ -104,9 +94,9 @@ def parse_spec(text: str) -> DataSpec:
     Only a trailing number is a weight; drive letters and other colons belong to the path.
     Example: parse_spec("C:/a.jsonl:2::prompt=question") has weight 2 and path "C:/a.jsonl".
 
-    Raises: ConfigError: no path or not UTF-8, a weight that is not positive and finite, or a wrong
-        column
-            map.
+    Raises:
+        ConfigError: no path or not UTF-8, a weight that is not positive and finite, or a wrong
+            column map.
     """
     path, mark, tail = text.rpartition("::")
     columns = {}
@@ -176,9 +166,11 @@ def read_rows(spec: DataSpec, *, on_blank: OnBlank = lambda: None) -> Iterator[R
     part = part_of(spec.path)
     path, is_declared = _place(part)
     if part.base == EMBEDDED:
-        rows = _embedded(spec)
+        from tandem.data import embedded
+
+        rows = _numbered(embedded.rows(), spec)
     elif part.base.startswith(gym.PREFIX):
-        rows = _generated(spec)
+        rows = _numbered(gym.rows(part.base.removeprefix(gym.PREFIX)), spec)
     elif is_declared or is_saved_dataset(path):
         rows = rows_through_datasets(spec.name, part, path)
     elif path.is_dir():
@@ -357,13 +349,7 @@ def _data_files(path: Path) -> tuple[list[Path], list[Path]]:
     return read, [file for file in files if file not in read]
 
 
-def _generated(spec: DataSpec) -> Rows:
-    for number, row in enumerate(gym.rows(spec.path.removeprefix(gym.PREFIX)), 1):
+def _numbered(rows: Iterable[dict[str, Any]], spec: DataSpec) -> Rows:
+    """Rows that are made, not read."""
+    for number, row in enumerate(rows, 1):
         yield RawRow(row, Source(spec.name, spec.path, number))
-
-
-def _embedded(spec: DataSpec) -> Rows:
-    from tandem.data import embedded
-
-    for number, row in enumerate(embedded.rows(), 1):
-        yield RawRow(row, Source(spec.name, "embedded", number))
