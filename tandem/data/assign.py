@@ -167,17 +167,15 @@ def _mode_of(
 
 def _note_ranked(made: Ranked, ledger: Ledger) -> None:
     """Note what was made of graded answers."""
+    compared = "pairs of graded answers to one prompt"
+    again = "graded answers that an earlier row has too, ranked by their mean grade"
     for name, count in made.pairs.items():
         notes = ledger.datasets[name].notes
-        notes["pairs of graded answers to one prompt"] = count
-        if made.ties[name]:
-            notes["pairs of graded answers to one prompt not compared, of equal grade"] = made.ties[
-                name
-            ]
-        if made.again[name]:
-            notes["graded answers that an earlier row has too, ranked by their mean grade"] = (
-                made.again[name]
-            )
+        notes[compared] = count
+        if ties := made.ties[name]:
+            notes[f"{compared} not compared, of equal grade"] = ties
+        if repeats := made.again[name]:
+            notes[again] = repeats
 
 
 def skipped_by_weight(row: ReadRow) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Literal
 
@@ -179,16 +179,15 @@ def read_all(
             "eval_data must be without weights, as each of its rows counts once; got "
             f"{weighted[0].weight:g} for {visible(weighted[0].path)}. Remove the weight."
         )
-    seen: set[bytes] = set()
-    openings: set[bytes] = set()
+    before = _Before()
     found: set[str] = set()
-    graded_by: dict[str, str] = {}  # a data set's first column of grades
     rows = []
     for number, spec in enumerate(specs):
         spec = replace(spec, name=_free_name(spec.name, ledger))
         account = ledger.open(spec.name, spec.path, spec.weight)
         _note_files(spec, account)
         digest = hashlib.sha256()
+        graded_in = ""
         for shaped in _samples(spec, config, columns, account, found, read):
             account.shapes[shaped.shape] += 1
             account.notes.update(shaped.notes)
@@ -196,18 +195,12 @@ def read_all(
             account.lists.update(shaped.lists)
             account.numbers.update(shaped.numbers)
             sample = _with_system(shaped.sample, config.system_prompt)
-            sample = _of_one_column(sample, shaped.grade_column, account, graded_by)
-            content = content_key(sample)
+            if sample.grade is not None:
+                graded_in = graded_in or shaped.grade_column
+                sample = _of_one_column(sample, shaped.grade_column, graded_in, account)
+            content, key = content_key(sample), split_key(sample, seed)
             _enter(sample, content, grades, digest)
-            account.duplicates += content in seen
-            key = split_key(sample, seed)
-            # Few rows begin as an earlier one does; the others need no second key.
-            if key in openings and sample.chosen is not None and sample.rejected is not None:
-                turned = replace(sample, chosen=sample.rejected, rejected=sample.chosen)
-                if content_key(turned) in seen:
-                    account.notes[_CONTRADICTS] += 1
-            seen.add(content)
-            openings.add(key)
+            before.count(sample, content, key, account)
             rows.append(
                 ReadRow(
                     sample, key, content, spec,
@@ -279,22 +272,32 @@ def _refuse(row: BadRow, config: DataConfig, account: DatasetLedger) -> None:
         )
 
 
-def _of_one_column(
-    sample: Sample, column: str, account: DatasetLedger, graded_by: dict[str, str]
-) -> Sample:
-    """The sample, without its grade if the data set's first grade is in another column.
-
-    Args:
-        graded_by: the first column by data set, kept here.
-    """
-    if sample.grade is None:
-        return sample
-    first = graded_by.setdefault(account.name, column)
+def _of_one_column(sample: Sample, column: str, first: str, account: DatasetLedger) -> Sample:
+    """The sample, without its grade if the data set's first grade is in another column."""
     if column == first:
         return sample
     note = f"graded in column {column}, and rows before in {first}: not read as a grade"
     account.notes[note] += 1
     return replace(sample, grade=None)
+
+
+@dataclass
+class _Before:
+    """The rows that were read before, by their contents and openings."""
+
+    contents: set[bytes] = field(default_factory=set)
+    openings: set[bytes] = field(default_factory=set)
+
+    def count(self, sample: Sample, content: bytes, key: bytes, account: DatasetLedger) -> None:
+        """Count a row that says what an earlier one does, or the contrary; and remember it."""
+        account.duplicates += content in self.contents
+        # Few rows begin as an earlier one does; the others need no second key.
+        if key in self.openings and sample.chosen is not None and sample.rejected is not None:
+            turned = replace(sample, chosen=sample.rejected, rejected=sample.chosen)
+            if content_key(turned) in self.contents:
+                account.notes[_CONTRADICTS] += 1
+        self.contents.add(content)
+        self.openings.add(key)
 
 
 def _enter(sample: Sample, content: bytes, grades: DependsOn, digest: Any) -> None:

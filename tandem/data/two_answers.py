@@ -137,10 +137,9 @@ def find_pair(mapped: MappedRow) -> Pair | None:
     try:
         return _readable(row, two, values, ways)
     except RowProblem:
-        pair = Pair(two, values, ways, note=_UNREADABLE.format(*two.names))
-        if pair.two.is_mapped or not is_asked:
+        if two.is_mapped or not is_asked:
             raise
-        return pair
+        return Pair(two, values, ways, note=_UNREADABLE.format(*two.names))
 
 
 def _is_blank(value: Any) -> bool:
