@@ -7,11 +7,13 @@ compared, mostly follow each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TypeVar
 
 from tandem.data.formats import OnBlank
 from tandem.data.grades import grade_columns
+from tandem.data.parts import EMBEDDED
 from tandem.data.rows import BadRow, RawRow
 from tandem.data.sources import DataSpec, parse_spec, read_rows
 
@@ -37,33 +39,41 @@ def sampled(names: Sequence[str], most: int = MOST) -> tuple[Read, int]:
         ConfigError, DataError: as `parse_spec` and `read_rows`.
     """
     found = {spec.path: _thinned(spec, most) for spec in map(parse_spec, names)}
-    blocks = {spec.path: _block(spec, found[spec.path][0]) for spec in map(parse_spec, names)}
-    every = max(step for _, step in found.values())
-
-    def kept_at(every: int) -> dict[str, list[Row]]:
-        return {
-            path: _blocks(kept, every // step, blocks[path]) for path, (kept, step) in found.items()
-        }
-
-    while sum(map(len, kept_at(every).values())) > most:
+    every = max(kept.every for kept in found.values())
+    while sum(len(kept.thinned(every)) for kept in found.values()) > most:
         every *= 2
-    kept_of = kept_at(every)
+    rows = {path: kept.thinned(every) for path, kept in found.items()}
 
     def read(spec: DataSpec, *, on_blank: OnBlank = lambda: None) -> Iterator[Row]:
-        yield from kept_of[spec.path]
+        yield from rows[spec.path]
 
     return read, every
 
 
-def _thinned(spec: DataSpec, most: int) -> tuple[list[Row], int]:
-    """At most `most` rows, and how many each stands for: a power of two."""
-    if spec.path == "embedded":
-        from tandem.data.embedded.generator import NUM_ROWS
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Rows of a data set, each for `every`, a power of two, of its own; taken in blocks."""
 
-        return list(islice(read_rows(spec), NUM_ROWS // _OF_EMBEDDED)), _OF_EMBEDDED
+    rows: Sequence[Row]
+    every: int
+    block: int
+
+    def thinned(self, every: int) -> list[Row]:
+        """Those of which each stands for `every`."""
+        return _blocks(self.rows, every // self.every, self.block)
+
+
+def _thinned(spec: DataSpec, most: int) -> _Kept:
+    """At most `most` rows."""
     rows = read_rows(spec)
     first = list(islice(rows, 1))
-    return thin(chain(first, rows), most, _block(spec, first))
+    block = _block(spec, first)
+    if spec.path == EMBEDDED:
+        from tandem.data.embedded.generator import NUM_ROWS
+
+        some = islice(chain(first, rows), NUM_ROWS // _OF_EMBEDDED)
+        return _Kept(list(some), _OF_EMBEDDED, block)
+    return _Kept(*thin(chain(first, rows), most, block), block)
 
 
 def _block(spec: DataSpec, rows: Sequence[Row]) -> int:
