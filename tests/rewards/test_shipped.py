@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -150,16 +151,17 @@ def test_hostile_code_scores_0_in_its_time(name: str) -> None:
 
 def test_code_sees_an_empty_folder_and_leaves_no_process() -> None:
     rewards = RewardFunctions(["tandem:python_tests"], None, lambda line: None)
+    own = f"{4321 + os.getpid() / 2**22:.6f}"  # no other test's
     code = (
-        "import os, time\nfiles = sorted(os.listdir())\n"
-        "if os.fork() == 0:\n    os.setsid()\n    time.sleep(4321)\n"
+        "import os\nfiles = sorted(os.listdir())\n"
+        f"if os.fork() == 0:\n    os.setsid()\n    os.execvp('sleep', ['sleep', '{own}'])\n"
     )
     tests = ["assert files == ['answer.py', 'tests.py']"]
     found = rewards.score(answers_of([code], tests=[tests]))[0]
     rewards.close()
     assert found.scores == [1.0]
     running = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if _lives(path)]
-    assert not any(b"answer.py" in line and b"_token" in line for line in running)
+    assert not any(line.split(b"\0")[:2] == [b"sleep", own.encode()] for line in running)
 
 
 def _lives(path: Path) -> bool:
