@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import torch
+from tokenizers import AddedToken
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from tandem.config.schema import RunConfig
@@ -42,6 +43,24 @@ def save_tiny_model(folder: Path, *, seed: int = 0) -> str:
     model = tiny_llama(len(tokenizer), seed=seed)
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+WRONG_CALL = '<tool_call>{"name": "add", "arguments": {"c": 2}}</tool_call>'
+
+
+def save_calling_model(folder: Path) -> str:
+    """One with the default template, and with `CALL` and `WRONG_CALL` as tokens, so that a bias
+    makes it call."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (CALL, WRONG_CALL)])
+    model = tiny_llama(len(tokenizer))
+    model.config.max_position_embeddings = 1024
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

@@ -67,6 +67,15 @@ class CallReader(ABC):
         rest = text[end:].strip()
         return "\n".join(part for part in (words.rstrip(), rest) if part), calls
 
+    def words_end(self, text: str) -> int:
+        """How much of a text that may go on is words, whatever follows: up to where a call begins,
+        or may be beginning."""
+        if not self._before.text:
+            begin = text.lstrip()[:1]
+            return len(text) if begin and begin not in "{[" else 0
+        found = self._before.search(text, 0)
+        return self._before.opens(text) if found is None else found[0]
+
     def _joins(self, text: str, start: int) -> bool:
         """Whether what was found is the end of a longer word."""
         first = self._before.text[0]
@@ -227,6 +236,10 @@ class Marks:
     next: str
 
 
+_MOST_SPACE = 16
+"""Letters of white space within a mark that has only begun, beside as many as the mark has."""
+
+
 class _Literal:
     """Text that is found whatever white space stands in and around it."""
 
@@ -255,6 +268,15 @@ class _Literal:
         elif text.startswith(self._right, end):
             end += len(self._right)
         return start, end
+
+    def opens(self, text: str) -> int:
+        """Where its first letters stand at the end of a text; the text's length if they do not."""
+        whole = "".join(self.text.split())
+        for start in range(max(0, len(text) - 2 * len(self.text) - _MOST_SPACE), len(text)):
+            tail = "".join(text[start:].split())
+            if tail and whole.startswith(tail):
+                return start
+        return len(text)
 
     def match(self, text: str, at: int) -> int | None:
         """Where it ends, if it stands here; None where it is empty, too."""

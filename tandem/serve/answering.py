@@ -36,7 +36,8 @@ class Prepared:
 class Choice:
     """One answer as far as it has come.
 
-    logprobs: of the tokens, the stop token too. sent: log-probs that a stream has sent.
+    logprobs: of the tokens, the stop token too. turn: once it has ended, of a chat with tools, it
+    as a turn with its calls.
     """
 
     index: int
@@ -48,6 +49,7 @@ class Choice:
     finish: str = ""
     extras: dict[str, Any] | None = None
     echoed: list[TokenLogprobs | None] = field(default_factory=list)
+    turn: Message | None = None
 
     @property
     def drawn(self) -> tuple[int, ...]:
@@ -84,6 +86,8 @@ async def prepare_chat(
             raise ApiError(str(error), "messages") from None
         if tools and loaded.renderer.hides_tools(messages):
             raise no_tools()
+        if tools:
+            loaded.renderer.call_reader  # noqa: B018 found out once, which takes a moment
         return Prepared(row.token_ids, tuple(messages), tools=tools)
 
     return await service.in_text_thread(rendered)
@@ -323,6 +327,10 @@ class Answering:
         counters.add("answers_total", "Answers given.", finish=progress.finish)
         counters.add("completion_tokens_total", "Tokens drawn.", len(choice.drawn))
         choice.finish = progress.finish
+        asked = choice.prompt
+        if asked.tools:
+            spoken = self.loaded.renderer.spoken(choice.text, asked.tools, asked.messages)
+            choice.turn = spoken.turn
         if extras:
             seed = {"seed": self.wanted.seed} if "seed" in extras else {}
             choice.extras = seed | finite(progress.judged or {})

@@ -330,7 +330,7 @@ def _waiting(answer: _Answer, asked: Asked, handle: Handle, finish: str) -> Wait
         len(generation.prompt_ids),
         stop is not None,
         asked.messages,
-        answer.text.text,
+        generation.loaded.renderer.spoken(answer.text.text, asked.tools, asked.messages).turn,
         asked.tools,
     )
     judging = Judging(

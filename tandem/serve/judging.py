@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.data.render import IN_MEMORY, Renderer
+from tandem.data.spoken import as_judged
 from tandem.errors import DataError
 from tandem.generation.observed import TokenLogprobs, observe, read_observed
 from tandem.message import Answer, Message
@@ -274,9 +275,7 @@ def _batch(scorer: LoadedScalar, rows: Sequence[TokenRow]) -> TokenBatch:
 
 
 def _rendered(renderer: Renderer, answered: Answered) -> TokenRow:
-    row = renderer.conversation(
-        answered.messages, answered.said, IN_MEMORY, last_turn_only=True, tools=answered.tools
-    )
+    row = as_judged(renderer, answered.messages, answered.said, IN_MEMORY, answered.tools)
     if answered.is_finished:
         return row
     # An answer that was cut off must not get a terminator.

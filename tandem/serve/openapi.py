@@ -296,19 +296,17 @@ def _extras() -> Json:
 
 
 def _responses() -> Json:
-    text, whole, maybe_number = (
-        {"type": "string"},
-        {"type": "integer"},
-        {"type": ["number", "null"]},
-    )
-    finish = {"enum": ["stop", "length"]}
-    said = {"role": {"const": "assistant"}, "content": text, "refusal": {"type": "null"}}
-    message = _object(said, *said)
+    text: Json = {"type": "string"}
+    whole: Json = {"type": "integer"}
+    maybe_number = {"type": ["number", "null"]}
+    said = {"role": {"const": "assistant"}, "content": _maybe(text), "refusal": {"type": "null"}}
+    calls = {"type": "array", "items": _ref("Call"), "minItems": 1}
+    message = _object({**said, "tool_calls": calls}, *said)
     usage = _object(dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), whole),
                     "prompt_tokens", "completion_tokens", "total_tokens")  # fmt: skip
 
-    def completion(kind: str, **choice: Json) -> Json:
-        keys = {"index": whole, "finish_reason": finish,
+    def completion(kind: str, *finish: str, **choice: Json) -> Json:
+        keys = {"index": whole, "finish_reason": {"enum": ["stop", "length", *finish]},
                 "logprobs": {"type": ["object", "null"]}, **choice}  # fmt: skip
         made = {
             "id": text,
@@ -333,7 +331,7 @@ def _responses() -> Json:
         "ModelList": whole_object(
             object={"const": "list"}, data={"type": "array", "items": _ref("Model")}
         ),
-        "ChatCompletion": completion("chat.completion", message=message),
+        "ChatCompletion": completion("chat.completion", "tool_calls", message=message),
         "TextCompletion": completion("text_completion", text=text),
         "Scored": whole_object(
             object={"const": "score"}, model=text, tokens={"type": "array", "items": text},

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from tandem.generation.observed import TokenLogprobs
 from tandem.serve.answering import Answering, Choice, Step
+from tandem.serve.called import Words, calls_of, finish_of, message_of
 from tandem.serve.token_bytes import TokenBytes
 
 _LEAST_LOGPROB = -9999.0
@@ -56,10 +57,11 @@ class _Common:
         """As `Shape` says."""
         return {**self._head, "object": self.object_chunk, "choices": [], "usage": usage}
 
-    def _new(self, step: Step) -> int | None:
-        """From which log-prob on a chunk must tell; None if the step has nothing to show yet."""
+    def _new(self, step: Step, text: str) -> int | None:
+        """From which log-prob on a chunk with this text must tell; None if it has nothing to show
+        yet."""
         first = self._pending.pop(step.choice.index, step.first_logprob)
-        if not step.text and not step.choice.finish:
+        if not text and not step.choice.finish:
             self._pending[step.choice.index] = first
             return None
         return first
@@ -74,6 +76,11 @@ class ChatShape(_Common):
 
     prefix, object_whole, object_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, model: str, token_bytes: TokenBytes, answering: Answering) -> None:
+        super().__init__(model, token_bytes, answering)
+        may_call = any(prompt.tools for prompt in answering.prompts)
+        self._words = Words(answering.loaded.renderer.call_reader if may_call else None)
+
     def whole(self, answering: Answering) -> dict[str, Any]:
         """As `Shape` says."""
         choices = [
@@ -81,9 +88,9 @@ class ChatShape(_Common):
                 choice,
                 {
                     "index": choice.index,
-                    "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                    "message": message_of(choice),
                     "logprobs": self._logprobs(choice, 0),
-                    "finish_reason": choice.finish,
+                    "finish_reason": finish_of(choice),
                 },
             )
             for choice in answering.choices
@@ -100,15 +107,19 @@ class ChatShape(_Common):
 
     def chunk(self, step: Step) -> dict[str, Any] | None:
         """As `Shape` says."""
-        first = self._new(step)
+        choice = step.choice
+        text = self._words.new(choice, step.text)
+        first = self._new(step, text)
         if first is None:
             return None
-        choice = step.choice
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if choice.finish and (calls := calls_of(choice)):
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
         written = {
             "index": choice.index,
-            "delta": {"content": step.text} if step.text else {},
+            "delta": delta,
             "logprobs": self._logprobs(choice, first),
-            "finish_reason": choice.finish or None,
+            "finish_reason": finish_of(choice),
         }
         return self._chunk(self._with_extras(choice, written))
 
@@ -149,7 +160,7 @@ class CompletionShape(_Common):
 
     def chunk(self, step: Step) -> dict[str, Any] | None:
         """As `Shape` says."""
-        first = self._new(step)
+        first = self._new(step, step.text)
         if first is None:
             return None
         choice = step.choice

@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.models.load import load_tokenizer
 from tests.serve.serving import Running
+from tests.tiny import CALL, save_calling_model
 
 TURNS: list[Any] = [{"role": "user", "content": "Hi"}]
 ASKED: dict[str, Any] = {"model": "ppo", "messages": TURNS, "seed": 3, "max_tokens": 6}
@@ -292,3 +294,39 @@ def test_schemathesis(address: str, server: Running, mode: str) -> None:
             assert mode == "NEGATIVE"
     assert len(codes) >= (8 if mode == "NEGATIVE" else 12)
     assert server.is_free()
+
+
+def test_openais_client_calls_tools(tmp_path: Path) -> None:
+    """As its own loop over tools does: ask, call, send the result, and the same as a stream."""
+    module = pytest.importorskip("openai")
+    folder = save_calling_model(tmp_path / "model")
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer.convert_tokens_to_ids([CALL, tokenizer.eos_token])
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    turns: list[Any] = [{"role": "user", "content": "2 + 3?"}]
+    how: dict[str, Any] = {"model": "model", "tools": [tool], "max_tokens": 12, "seed": 3, "n": 32}
+    how["logit_bias"] = {str(ids[0]): 14, str(ids[1]): 16}
+    running = Running(Path(folder))
+    try:
+        url = f"http://127.0.0.1:{running.port}/v1"
+        with module.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            how["model"] = client.models.list().data[0].id
+            whole = client.chat.completions.create(messages=turns, **how).choices
+            called = [choice for choice in whole if choice.finish_reason == "tool_calls"]
+            assert called
+            (call, *_) = called[0].message.tool_calls
+            assert (call.function.name, json.loads(call.function.arguments)) == (
+                "add",
+                {"a": 2, "b": 3},
+            )
+            result = {"role": "tool", "tool_call_id": call.id, "content": "5"}
+            turns += [called[0].message, result]
+            assert client.chat.completions.create(messages=turns, **how).choices
+            with client.chat.completions.stream(messages=turns[:1], **how) as stream:
+                found = stream.get_final_completion().choices
+            for one, other in zip(found, whole, strict=True):
+                calls = [c.function.arguments for c in one.message.tool_calls or []]
+                assert calls == [c.function.arguments for c in other.message.tool_calls or []]
+                assert one.finish_reason == other.finish_reason
+    finally:
+        running.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -10,11 +11,18 @@ from typing import Any
 
 import pytest
 
+from tandem.data.call_reader import Called
 from tandem.data.render import Renderer
+from tandem.data.spoken import spoken
 from tandem.models.load import load_tokenizer
+from tandem.serve.answering import Choice, Prepared
+from tandem.serve.called import Words, finish_of, message_of
+from tests.data.test_call_reader import reader
 from tests.data.test_tool_rendering import CALL, RESULT
-from tests.serve.serving import TestClient, ask, serving
+from tests.serve.serving import TestClient, ask, events, serving
 from tests.serve.test_refusals import CHAT, check_error
+from tests.tiny import CALL as CALL_TOKEN
+from tests.tiny import save_calling_model
 
 SHOWS = (
     "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
@@ -25,6 +33,7 @@ SHOWS = (
 )
 ASKED = {"role": "user", "content": "How is the weather?"}
 TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
+ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}
 DIALOG = [ASKED, {**CALL, "content": None}, RESULT]
 
 
@@ -51,7 +60,7 @@ def test_tools_and_calls_are_rendered_as_in_training(showing: TestClient, served
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["prompt_tokens"] == len(expected)
     message = answer.json()["choices"][0]["message"]
-    assert isinstance(message["content"], str)  # a call would come back as text
+    assert isinstance(message["content"], str)  # a call would come back as one
     assert not message.get("tool_calls")
     bare = showing.post(CHAT, json={**ask(max_tokens=3), **body, "tool_choice": "none"}).json()
     without = Renderer(tokenizer).prompt(DIALOG).token_ids
@@ -103,3 +112,97 @@ def test_a_template_that_shows_none_refuses_them(client: TestClient) -> None:
     answer = client.post(CHAT, json={**ask(), "messages": [ASKED, CALL, RESULT]})
     assert answer.status_code == 400
     check_error(answer.json(), "messages")
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, Any]]:
+    """A client of a model that may be biased to call, and what biases it."""
+    folder = save_calling_model(tmp_path_factory.mktemp("calling"))
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer.convert_tokens_to_ids([CALL_TOKEN, tokenizer.eos_token])
+    with serving(folder) as client:
+        yield client, {str(i): bias for i, bias in zip(ids, (12, 13), strict=True)}
+
+
+def sampled(calling: tuple[TestClient, Any], **more: Any) -> dict[str, Any]:
+    """The body of a request whose answers are calls and ends, in any order."""
+    return {"messages": [ASKED], "tools": [ADD], "max_tokens": 4, "seed": 3, "n": 64,
+            "logit_bias": calling[1], **more}  # fmt: skip
+
+
+def test_calls_come_back_as_tool_calls(calling: tuple[TestClient, Any]) -> None:
+    client = calling[0]
+    answer = client.post(CHAT, json=sampled(calling)).json()
+    kinds = set()
+    for choice in answer["choices"]:
+        message, calls = choice["message"], choice["message"].get("tool_calls", [])
+        kinds.add((len(calls), choice["finish_reason"]))
+        assert ("tool_calls" in message) == bool(calls)
+        assert message["content"] is None if calls else message["content"] == ""
+        for number, call in enumerate(calls):
+            assert call["id"] == f"call{number:05d}"
+            assert json.loads(call["function"]["arguments"]) == {"a": 2, "b": 3}
+            assert call["function"]["name"] == "add"
+    assert {(0, "stop"), (1, "tool_calls"), (2, "tool_calls")} <= kinds
+    assert all((finish == "tool_calls") == (n > 0) for n, finish in kinds if finish != "length")
+    # Back again, as its clients send them.
+    called = next(c["message"] for c in answer["choices"] if c["finish_reason"] == "tool_calls")
+    result = {"role": "tool", "content": "5", "tool_call_id": called["tool_calls"][0]["id"]}
+    again = client.post(CHAT, json=sampled(calling, messages=[ASKED, called, result], n=1))
+    assert again.status_code == 200, again.text
+    # Without tools, or where none may be called, the same tokens are text.
+    for more in ({"tools": None}, {"tool_choice": "none"}):
+        plain = client.post(CHAT, json=sampled(calling, **more)).json()
+        assert all("tool_calls" not in choice["message"] for choice in plain["choices"])
+        assert any(CALL_TOKEN in choice["message"]["content"] for choice in plain["choices"])
+
+
+def test_a_stream_sends_calls_once_they_are_whole(calling: tuple[TestClient, Any]) -> None:
+    client = calling[0]
+    body = sampled(calling, logprobs=True)
+    whole = client.post(CHAT, json=body).json()["choices"]
+    found: list[dict[str, Any]] = [{"content": "", "calls": [], "logprobs": []} for _ in whole]
+    for chunk in events(client.post(CHAT, json={**body, "stream": True}).text):
+        for choice in chunk["choices"]:
+            one, delta = found[choice["index"]], choice["delta"]
+            one["content"] += delta.get("content") or ""
+            one["calls"] += delta.get("tool_calls", [])
+            one["logprobs"] += (choice["logprobs"] or {"content": []})["content"]
+            one["finish"] = choice["finish_reason"]
+    for one, choice in zip(found, whole, strict=True):
+        assert one["finish"] == choice["finish_reason"]
+        assert one["content"] == (choice["message"]["content"] or "")
+        assert [call.pop("index") for call in one["calls"]] == list(range(len(one["calls"])))
+        assert one["calls"] == choice["message"].get("tool_calls", [])
+        assert one["logprobs"] == choice["logprobs"]["content"]
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama", "list", "tags", "name and json"])
+@pytest.mark.parametrize("words", ["", "Let me see.\n", "a < b, {c} [d] ", "<tool <t"])
+@pytest.mark.parametrize("ends", ["call", "more", "broken", "words"])
+def test_words_are_sent_as_they_come_and_calls_never_as_words(
+    name: str, words: str, ends: str
+) -> None:
+    found, write = reader(name)
+    call = write([Called("add", {"a": 2, "b": [{"c": "}"}]}, "call00000")])
+    text = words + {"call": call, "more": f"{call}\nDone.", "broken": call[:-9], "words": ""}[ends]
+    tools = json.dumps([ADD])
+    prompt, sent, parts = Prepared((1,), tools=tools), Words(found), []
+    choice = Choice(0, prompt)
+    for letter in text:
+        choice.text += letter
+        parts.append(sent.new(choice, letter))
+    choice.finish, choice.turn = "stop", spoken(found, text, tools).turn
+    parts.append(sent.new(choice, ""))
+    message = message_of(choice)
+    if "tool_calls" not in message:
+        assert "".join(parts) == text
+        assert finish_of(choice) == "stop"
+        return
+    assert "".join(parts) == (message["content"] or "")
+    assert finish_of(choice) == "tool_calls"
+    assert "add" not in "".join(parts)
+    # All but the letters that may have begun a call are sent before it.
+    early = "".join(parts[: len(words)])
+    assert words.startswith(early)
+    assert len(early) >= len(words.rstrip()) - 3 or name == "llama"

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import AddedToken
 from transformers.utils.chat_template_utils import get_json_schema
 
 from tandem.cli import main
@@ -33,7 +32,7 @@ from tandem.types import Message, PromptRow, Source
 from tests.data.built_tokenizers import CHATML, byte_level
 from tests.data.test_tool_rendering import INST, PYTHONIC, TAGGED, TOOLS, built
 from tests.ranks import on_ranks
-from tests.tiny import tiny_llama, tiny_tokenizer
+from tests.tiny import CALL, WRONG_CALL, save_calling_model
 from tests.training import tool_functions
 from tests.training.runs import (
     StopError,
@@ -49,24 +48,11 @@ from tests.training.test_grpo import config_of
 
 FILE = tool_functions.__file__
 WORDS = ("cat", "elephant", "sun", "green")
-CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
-WRONG = '<tool_call>{"name": "add", "arguments": {"c": 2}}</tool_call>'
 
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model with the default template and whole calls as tokens, which a bias makes it write."""
-    folder = tmp_path_factory.mktemp("calling")
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = None
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (CALL, WRONG)])
-    model = tiny_llama(len(tokenizer))
-    config = model.config
-    config.max_position_embeddings = 1024
-    config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return save_calling_model(tmp_path_factory.mktemp("calling"))
 
 
 def talking(folder: Path, model: str, **changes: Any) -> RunConfig:
@@ -74,7 +60,7 @@ def talking(folder: Path, model: str, **changes: Any) -> RunConfig:
     grpo = {"tools": [f"{FILE}:add"], "max_turns": 3, "prompts_per_step": 4, "minibatch_size": 12,
             "actor": {"learning_rate": 1e-4, "schedule": "constant", "warmup": 0.0},
             **changes.pop("grpo", {})}  # fmt: skip
-    ids = tokenizer.convert_tokens_to_ids([CALL, WRONG, tokenizer.eos_token])
+    ids = tokenizer.convert_tokens_to_ids([CALL, WRONG_CALL, tokenizer.eos_token])
     biases = [f"{i}:{bias}" for i, bias in zip(ids, (12, 11, 12), strict=True)]
     sampling = {"max_new_tokens": 4, "samples_per_prompt": 3, "logit_bias": biases}
     dataset = {"max_prompt_tokens": 600, **changes.pop("dataset", {})}
