@@ -148,7 +148,13 @@ class Environment:
             outcomes = [self._here(call) for call in calls]
         else:
             outcomes = [outcome for found in self._pool.run(calls) for outcome in found]
-        return list(map(self._heard, said, outcomes))
+        return list(map(self._answered, said, outcomes))
+
+    def heard(self, said: Said) -> Outcome:
+        """What one conversation hears, of calls that cannot be read, too."""
+        if said.problem and self.tools:
+            return unread(said.problem)
+        return self.replies([said])[0]
 
     def _call_of(self, said: Said) -> Call:
         columns = columns_of([said.row], self.config.answer_column, self._columns)
@@ -157,7 +163,7 @@ class Environment:
         answer = said.messages[-1]["content"] + (json.dumps(said.calls) if said.calls else "")
         return Call([""], [answer], {**columns, "messages": [said.messages]})
 
-    def _heard(self, said: Said, outcome: Outcome) -> Outcome:
+    def _answered(self, said: Said, outcome: Outcome) -> Outcome:
         """What is heard where this came of an answer: calls of tools that failed are answered."""
         if outcome.failure and self.tools and said.calls:
             return unanswered(said.calls, outcome)
@@ -292,7 +298,7 @@ class Replies:
             if isinstance(item, BaseException):
                 raise item
             number, outcome = item
-            found.append((number, self._environment._heard(self._said.pop(number), outcome)))
+            found.append((number, self._environment._answered(self._said.pop(number), outcome)))
         return found
 
     def _serve(self, pool: WorkerPool, feed: Feed) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os.path import expanduser
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -16,10 +17,10 @@ from tandem.checkpoint.beside import verify_beside
 from tandem.config.load import load_config
 from tandem.config.schema import SamplingConfig
 from tandem.config.spellings import listed
-from tandem.config.stages import latest_first, policy_folders
 from tandem.data.own_template import put_template, read_template, with_kept_template
 from tandem.data.render import Renderer
-from tandem.errors import ModelError, TandemError
+from tandem.data.turns import turns_in
+from tandem.errors import ConfigError, ModelError, TandemError
 from tandem.generation.detokenizer import AnswerText
 from tandem.generation.generator import max_positions
 from tandem.generation.laying_out import lay_out_model
@@ -28,9 +29,11 @@ from tandem.generation.streaming import Turns
 from tandem.models.checkpoint_ref import model_folders
 from tandem.models.eos import load_stop_ids
 from tandem.models.load import load_causal_lm, load_tokenizer
+from tandem.rewards.environment import Environment, Said
+from tandem.rewards.tool_schema import offered_tools
 from tandem.serve.greedy import as_drawn
+from tandem.serve.named_model import find_model, models_of, note_on_tools, notes_of
 from tandem.serve.place import Place, put
-from tandem.serve.sources import unfinished_stages
 from tandem.text import visible, visible_lines
 from tandem.types import Message
 
@@ -44,9 +47,16 @@ HELP = """\
 /quit            quit (or Ctrl-D; Ctrl-C stops an answer)"""
 
 
+_MOST_ANSWERS = 8
+"""To one message: as `max_turns` in training, by default."""
+
+
 @dataclass
 class Conversation:
-    """A model, its sampling, and the turns so far."""
+    """A model, its sampling, and the turns so far.
+
+    tools: functions that the model may call. schemas: theirs, as its prompt has them.
+    """
 
     model: PreTrainedModel
     renderer: Renderer
@@ -55,9 +65,12 @@ class Conversation:
     system: str = ""
     turns: list[Message] = field(default_factory=list)
     num_answers: int = 0
+    tools: Environment | None = None
+    schemas: str = ""
 
     def __post_init__(self) -> None:
         self._memory = Turns(self.model, Stops.of(self.renderer))
+        self._problem = ""
 
     @cached_property
     def goes_on(self) -> bool:
@@ -70,7 +83,7 @@ class Conversation:
         Randomness depends on (seed, number of answers), so a repeated conversation gives the same
         answers.
         """
-        prompt = self.renderer.prompt(self.messages())
+        prompt = self.renderer.prompt(self.messages(), tools=self.schemas)
         said = AnswerText(
             self.renderer.decode, self.sampling.stop_strings, self.sampling.min_new_tokens
         )
@@ -83,79 +96,24 @@ class Conversation:
             if piece := said.flush():
                 yield piece
         finally:
-            self.turns.append(Message("assistant", said.text))
+            spoken = self.renderer.spoken(said.text, self.schemas, self.turns)
+            self.turns.append(spoken.turn)
+            self._problem = spoken.problem
+
+    def heard(self) -> list[Message]:
+        """What the last answer hears of the tools that it calls, kept as the next turns; nothing if
+        it calls none."""
+        if self.tools is None or not (self._problem or self.turns[-1].tool_calls):
+            return []
+        messages = [turn.as_dict() for turn in self.messages()]
+        said = Said(messages, {}, "the chat", self.schemas, self._problem)
+        turns = turns_in(self.tools.heard(said).turns or [])
+        self.turns += turns
+        return turns
 
     def messages(self) -> list[Message]:
         """The conversation so far, system prompt first."""
         return ([Message("system", self.system)] if self.system else []) + self.turns
-
-
-def find_model(path: str, which: str) -> str:
-    """The model that `path` and `which` name: the folder itself, or for a run the actor of its last
-    stage (`ema`, its moving average, only on request).
-
-    Raises:
-        ModelError: a run's folder without such a model.
-    """
-    folder = Path(path)
-    if not (folder / "config.yaml").exists():
-        if which:
-            raise ModelError(
-                f"--model must go with a run's folder; got {visible(path)}, which is not one. "
-                "Remove --model."
-            )
-        return path
-    if which == "base":
-        return load_config(folder / "config.yaml").actor_model
-    models = _models_of(path)
-    if which in models or (models and not which):
-        return models[which] if which else next(iter(models.values()))
-    raise ModelError(_why_missing(path, which, [*models, "base"]))
-
-
-def _why_missing(path: str, which: str, has: list[str]) -> str:
-    """The error of a run without the model that was asked for, or without any."""
-    config = load_config(Path(path) / "config.yaml")
-    unfinished = unfinished_stages(Path(path), config)
-    if which and which not in unfinished:
-        return f"--model must be one that {visible(path)} has, {listed(has)}; got {which!r}."
-    if not unfinished:
-        stages = ", ".join(config.stages)
-        return f"{visible(path)} must have a stage with a policy; got {stages}. Use --model base."
-    wanted = [which] if which else list(unfinished)
-    step = next(filter(None, (unfinished[name] for name in wanted)), "")
-    talks = f", or talk to the checkpoint: tandem serve {visible(path)}" if step else ""
-    return (
-        f"{visible(path)} must have a finished {listed(wanted)} stage; got {step or 'none'}. Run "
-        f"the same tandem train command again to finish it{talks}."
-    )
-
-
-def _notes_of(path: str) -> list[str]:
-    """A line for each stage of a run that is not finished; none for any other folder."""
-    run = Path(path)
-    if not (run / "config.yaml").exists():
-        return []
-    unfinished = unfinished_stages(run, load_config(run / "config.yaml"))
-    serve = f"; tandem serve {visible(path)} answers with its newest checkpoint, "
-    return [
-        f"note: {name} is not finished{f'{serve}{step}' * bool(step)}; the same tandem train "
-        "command finishes it.\n"
-        for name, step in unfinished.items()
-    ]
-
-
-def _models_of(path: str) -> dict[str, str]:
-    """The models of a run's folder by the names of --model; none for any other folder."""
-    run = Path(path)
-    if not (run / "config.yaml").exists():
-        return {}
-    places = policy_folders()
-    return {
-        name: str(run / places[name])
-        for name in latest_first()
-        if (run / places[name] / "config.json").exists()
-    }
 
 
 def chat(
@@ -168,6 +126,7 @@ def chat(
     device: str = "auto",
     dtype: str = "auto",
     trust_remote_code: bool = False,
+    tools: Sequence[str] = (),
     read: Callable[[str], str] = input,
     write: Callable[[str], None] = lambda text: print(text, end="", flush=True),
 ) -> int:
@@ -176,8 +135,13 @@ def chat(
     Args:
         path, which: see `find_model`.
         device, dtype: see `Place.of`.
+        tools: functions that the model may call, as `file.py:name`.
         read, write: the terminal, or a replacement in tests.
     """
+    schemas = offered_tools(tools, "--tools")
+    environment = Environment(None, tools=tools) if tools else None
+    if environment is not None and (problem := environment.problem(())):
+        raise ConfigError(f"{problem}.")
     source = find_model(path, which)
     for folder in model_folders(source):
         verify_beside(folder)
@@ -193,13 +157,19 @@ def chat(
     renderer = Renderer(tokenizer, load_stop_ids(source))
     if problem := _unusable(system):
         raise ModelError(f"--system must be UTF-8 text without NUL; got {problem}.")
-    talk = Conversation(model, renderer, sampling, seed=seed, system=system)
+    if schemas and (renderer.call_reader is None or renderer.hides_tools([Message("user", "Hi")])):
+        raise ModelError(
+            f"--tools must go with a model whose chat template shows tools and writes calls; got "
+            f"{visible(source)}. Remove --tools."
+        )
+    talk = Conversation(model, renderer, sampling, seed, system, tools=environment, schemas=schemas)
     if sys.stdin.isatty():
         import readline  # noqa: F401  (gives `input` history and line editing)
-    others = [name for name, place in _models_of(path).items() if place != source]
+    others = [name for name, place in models_of(path).items() if place != source]
     choice = f" (other models: --model {listed([*others, 'base'])})" if others else ""
     write(f"talking to {visible(source)}{choice}. /help lists the commands, /quit quits.\n")
-    notes = [*([] if which else _notes_of(path)), _note_on_turns(talk), _note_on_length(talk)]
+    notes = [*([] if which else notes_of(path)), _note_on_turns(talk), _note_on_length(talk)]
+    notes.append("" if tools else note_on_tools(path))
     for note in notes:
         write(note)
     while True:
@@ -247,7 +217,7 @@ def _turn(talk: Conversation, line: str, write: Callable[[str], None]) -> None:
     elif name == "/save":
         write(_save(talk, rest.strip()))
     elif name == "/retry":
-        if talk.turns and talk.turns[-1].role == "assistant":
+        while talk.turns and talk.turns[-1].role != "user":
             talk.turns.pop()
         if talk.turns:
             _print_line(talk, write)
@@ -266,19 +236,29 @@ def _undo(talk: Conversation) -> str:
     """Remove the last message and its answer, and say which."""
     if not talk.turns:
         return "there is nothing to undo.\n"
-    asked = next(turn.content for turn in reversed(talk.turns) if turn.role == "user")
-    del talk.turns[-2:]
-    line = asked.splitlines()[0]
+    while (removed := talk.turns.pop()).role != "user":
+        pass
+    line = removed.content.splitlines()[0]
     return f"removed: {visible(line if len(line) <= 60 else line[:60] + '…')}\n"
 
 
 def _print_line(talk: Conversation, write: Callable[[str], None]) -> None:
     label = "assistant> "
     try:
-        for text in talk.answer():
-            write(label + visible_lines(text))
-            label = ""
-        write(f"{label}\n")
+        for _ in range(_MOST_ANSWERS):
+            for text in talk.answer():
+                write(label + visible_lines(text))
+                label = ""
+            write(f"{label}\n")
+            label = "assistant> "
+            heard = talk.heard()
+            for line in talk.tools.printed() if talk.tools else ():
+                write(f"{visible(line)}\n")
+            for turn in heard:
+                write(f"{turn.name or 'tool'}> {visible_lines(turn.content)}\n")
+            if not heard:
+                return
+        write(f"[stopped after {_MOST_ANSWERS} answers]\n")
     except KeyboardInterrupt:
         write(f"{label} [stopped]\n")
     except TandemError as error:  # only this message cannot be answered
@@ -330,7 +310,9 @@ def _set(talk: Conversation, words: Sequence[str]) -> str:
 def _save(talk: Conversation, file: str) -> str:
     if not file:
         return "write e.g. /save good_chats.jsonl\n"
-    row = {"messages": [{"role": m.role, "content": m.content} for m in talk.messages()]}
+    row: dict[str, Any] = {"messages": [turn.as_dict() for turn in talk.messages()]}
+    if talk.schemas:
+        row["tools"] = json.loads(talk.schemas)
     try:
         with open(expanduser(file), "a", encoding="utf-8") as out:
             out.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -31,6 +31,8 @@ def chat_command(args: Sequence[str]) -> int:
     parser.flag("PATH", "A run's folder, a model's folder or a hub name.", type=home_path)
     parser.flag("--model NAME", models, shown="the first of these that is finished")
     parser.flag("--system TEXT", "System prompt.", shown="none")
+    calls = "Python functions that it may call, as file.py:name (docs/tools.md)."
+    parser.flag("--tools NAME ...", calls, [], shown="none", type=home_path, nargs="+")
     place_flags(parser, "bf16 on a GPU and for a model saved in it, else fp32.")
     parser.flag("--trust-remote-code", code, False, shown="off", action="store_true")
     parser.section("sampling")
@@ -59,4 +61,5 @@ def chat_command(args: Sequence[str]) -> int:
         device=options.device,
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
+        tools=options.tools,
     )

@@ -15,7 +15,7 @@ from huggingface_hub.utils._validators import validate_repo_id
 from tandem.checkpoint.beside import verify_beside
 from tandem.errors import ConfigError, ModelError
 from tandem.models.save import ADAPTER_FOLDER
-from tandem.serve.chat import find_model
+from tandem.serve.named_model import find_model
 from tandem.text import one_line, visible
 
 _LOCAL = ("MANIFEST.json",)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from tandem.config.schema import RunConfig
+from tandem.config.schema import RunConfig, rl_section
+from tandem.config.stages import rl_stage
 from tandem.data.excerpt import excerpt
 from tandem.data.grades import answer_of
 from tandem.data.ledger import Ledger
@@ -15,8 +16,8 @@ from tandem.data.render import Renderer
 from tandem.data.side_by_side import RendersRows, side_by_side
 from tandem.errors import DataError
 from tandem.message import Answer, Message
+from tandem.rewards.tool_schema import offered_tools, tool_names
 from tandem.text import one_line
-from tandem.training.tools import offered_tools, tool_names
 from tandem.types import (
     GradedRow,
     LabelledRow,
@@ -215,7 +216,8 @@ class Rendering:
     def _offered(self, samples: list[Sample], use: str | None) -> list[Sample]:
         """The samples with the tools that the run offers. Those that list some of them themselves
         keep their own words; those that list others, which nobody could call, are left out."""
-        offered = offered_tools(self.config)
+        knob = f"{rl_stage(self.config.stages).section}.tools"
+        offered = offered_tools(rl_section(self.config).tools, knob)
         known = set(tool_names(offered))
         found = []
         for sample in samples if known else ():

@@ -11,10 +11,14 @@ import pytest
 import torch
 
 from tandem.checkpoint.folder import write_folder
+from tandem.config.load import build_config, dump_config
 from tandem.config.schema import SamplingConfig
-from tandem.errors import CheckpointError, ModelError
-from tandem.serve.chat import Conversation, chat, find_model
-from tests.tiny import save_tiny_model
+from tandem.errors import CheckpointError, ConfigError, ModelError
+from tandem.models.load import load_tokenizer
+from tandem.serve.chat import Conversation, chat
+from tandem.serve.named_model import find_model, note_on_tools
+from tests.tiny import CALL, save_calling_model, save_tiny_model
+from tests.training import tool_functions
 
 
 @pytest.fixture(scope="module")
@@ -236,3 +240,50 @@ def test_typed_bytes_that_are_no_utf_8_do_not_end_the_talk(model: str) -> None:
 )
 def test_numbers_out_of_range_change_nothing(model: str, what: str) -> None:
     assert "write e.g. /set temperature 0.7" in talk(model, f"/set {what}")
+
+
+def test_tools_are_called_and_heard(tmp_path: Path) -> None:
+    """By a model that always calls, until it is stopped."""
+    model = save_calling_model(tmp_path / "model")
+    (token,) = load_tokenizer(model).convert_tokens_to_ids([CALL])
+    saved = tmp_path / "chats.jsonl"
+    lines = ["What is 2 + 3?", f"/save {saved}", "/undo", "/undo"]
+    written: list[str] = []
+
+    def read(prompt: str) -> str:
+        if not lines:
+            raise EOFError
+        return lines.pop(0)
+
+    sampling = SamplingConfig(max_new_tokens=1, logit_bias=(f"{token}:100",))
+    tools = [f"{tool_functions.__file__}:add"]
+    assert chat(model, sampling, tools=tools, read=read, write=written.append) == 0
+    text = "".join(written)
+    assert text.count(f"assistant> {CALL}") == text.count("\nadd> 5\n") == 8
+    assert "[stopped after 8 answers]" in text
+    assert text.count("removed: What is 2 + 3?") == 1
+    assert "there is nothing to undo" in text
+    row = json.loads(saved.read_text())
+    assert [turn["role"] for turn in row["messages"]] == ["user", *["assistant", "tool"] * 8]
+    assert row["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"a": 2, "b": 3}
+    assert row["messages"][2] == {
+        "role": "tool", "content": "5", "tool_call_id": "call00000", "name": "add"
+    }  # fmt: skip
+    assert [tool["function"]["name"] for tool in row["tools"]] == ["add"]
+
+
+def test_tools_that_a_model_cannot_call_are_refused(model: str) -> None:
+    with pytest.raises(ModelError, match="--tools must go with a model whose chat template shows"):
+        chat(model, SamplingConfig(), tools=[f"{tool_functions.__file__}:add"])
+    with pytest.raises(ConfigError, match="tool look_up must take messages and the data's columns"):
+        chat(model, SamplingConfig(), tools=[f"{tool_functions.__file__}:look_up"])
+
+
+def test_a_run_whose_policy_calls_tools_names_them(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(
+        dump_config(build_config({"stages": ["grpo"], "grpo": {"tools": ["calc.py:add"]}}))
+    )
+    assert note_on_tools(str(tmp_path)) == (
+        "note: its policy may call tools; to make its calls: --tools calc.py:add\n"
+    )
+    assert note_on_tools(str(tmp_path / "no run")) == ""

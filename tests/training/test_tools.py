@@ -21,13 +21,13 @@ from tandem.errors import CheckpointError, ConfigError, DataError
 from tandem.generation.conversing import ConversationRow
 from tandem.models.load import load_tokenizer
 from tandem.parallel.world import World
+from tandem.rewards.tool_schema import offered_tools, tool_names, tool_schema
 from tandem.training.conversation_trial import check_environment
 from tandem.training.conversations import conversation_source
 from tandem.training.flight_recorder import rows_of
 from tandem.training.make_engine import make_engine
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.training.stage_data import prepare_rows
-from tandem.training.tools import offered_tools, tool_names, tool_schema
 from tandem.types import Message, PromptRow, Source
 from tests.data.built_tokenizers import CHATML, byte_level
 from tests.data.test_tool_rendering import INST, PYTHONIC, TAGGED, TOOLS, built
@@ -75,7 +75,7 @@ def trainer_of(
     assert conversations is not None
     source = conversations.with_policy(engine)
     trainer = PPOTrainer(engine, config, num_steps=3, reward_function=reward, source=source)
-    tools = offered_tools(config)
+    tools = offered_tools(config.grpo.tools, "grpo.tools")
     return trainer, [engine.renderer.prompt(f"Say {word}.", tools=tools) for word in WORDS]
 
 
@@ -221,7 +221,7 @@ def tried(config: RunConfig, template: str | None, judge: str | None = None) -> 
     tokenizer = built(CHATML)
     tokenizer.chat_template = template
     renderer = Renderer(tokenizer)
-    prompts = [renderer.prompt("Say cat.", tools=offered_tools(config))]
+    prompts = [renderer.prompt("Say cat.", tools=offered_tools(config.grpo.tools, "grpo.tools"))]
     judges = (Renderer(built(judge)),) if judge else ()
     lines: list[str] = []
     check_environment(config, Rows(prompts, renderer, judges), [], World(), lines.append)

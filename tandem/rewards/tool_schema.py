@@ -1,16 +1,13 @@
-"""The tools that a run offers its policy: the schemas of functions that knobs name."""
+"""The tools that a model is offered: the schemas of functions."""
 
 from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, get_type_hints
 
-from transformers.utils.chat_template_utils import get_json_schema
-
-from tandem.config.schema import RunConfig, rl_section
-from tandem.config.stages import rl_stage
 from tandem.data.tools import read_tools
 from tandem.errors import ConfigError
 from tandem.named_functions import named_function
@@ -19,17 +16,15 @@ from tandem.rewards.tool_use import ToolFunction, shown_parameters, tool_name
 from tandem.text import one_line
 
 
-def offered_tools(config: RunConfig) -> str:
-    """The schemas of the tools that the run's RL section names, as JSON text; "" for none.
+def offered_tools(names: Sequence[str], knob: str) -> str:
+    """The schemas of functions that are named, as JSON text; "" for none.
 
+    Args:
+        knob: what names them, for errors.
     Raises:
         ConfigError: a name leads nowhere, or a function cannot be described to a model.
     """
-    knob = f"{rl_stage(config.stages).section}.tools"
-    schemas = [
-        tool_schema(named_function(name, knob), f"{knob} {name}")
-        for name in rl_section(config).tools
-    ]
+    schemas = [tool_schema(named_function(name, knob), f"{knob} {name}") for name in names]
     return read_tools(schemas) if schemas else ""
 
 
@@ -43,6 +38,8 @@ def tool_schema(function: ToolFunction, where: str = "tool") -> dict[str, Any]:
     Raises:
         ConfigError: it lacks a type hint or a description.
     """
+    from transformers.utils.chat_template_utils import get_json_schema  # workers need it not
+
     source = function.func if isinstance(function, partial) else function
     parameters = shown_parameters(function)
 
@@ -65,8 +62,8 @@ def tool_schema(function: ToolFunction, where: str = "tool") -> dict[str, Any]:
     except Exception as error:  # whatever a user's annotations do
         raise ConfigError(
             f"{where} must have type hints, and a docstring that says what it does and, under "
-            f"Args:, what each parameter is; got {one_line(error)} Add what is missing; parameters "
-            "behind a * are not the model's."
+            f"Args:, what each parameter is; got: {one_line(error).rstrip('.')}. Add what is "
+            "missing; parameters behind a * are not the model's."
         ) from error
     return schema
 

@@ -1,0 +1,94 @@
+"""The model that a run's folder and a name mean, and what to know of it before one talks to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tandem.config.load import load_config
+from tandem.config.schema import rl_section
+from tandem.config.spellings import listed
+from tandem.config.stages import latest_first, policy_folders
+from tandem.errors import ModelError
+from tandem.serve.sources import unfinished_stages
+from tandem.text import visible
+
+
+def find_model(path: str, which: str) -> str:
+    """The model that `path` and `which` name: the folder itself, or for a run the actor of its last
+    stage (`ema`, its moving average, only on request).
+
+    Raises:
+        ModelError: a run's folder without such a model.
+    """
+    folder = Path(path)
+    if not _is_run(folder):
+        if which:
+            raise ModelError(
+                f"--model must go with a run's folder; got {visible(path)}, which is not one. "
+                "Remove --model."
+            )
+        return path
+    if which == "base":
+        return load_config(folder / "config.yaml").actor_model
+    models = models_of(path)
+    if which in models or (models and not which):
+        return models[which] if which else next(iter(models.values()))
+    raise ModelError(_why_missing(path, which, [*models, "base"]))
+
+
+def _why_missing(path: str, which: str, has: list[str]) -> str:
+    """The error of a run without the model that was asked for, or without any."""
+    config = load_config(Path(path) / "config.yaml")
+    unfinished = unfinished_stages(Path(path), config)
+    if which and which not in unfinished:
+        return f"--model must be one that {visible(path)} has, {listed(has)}; got {which!r}."
+    if not unfinished:
+        stages = ", ".join(config.stages)
+        return f"{visible(path)} must have a stage with a policy; got {stages}. Use --model base."
+    wanted = [which] if which else list(unfinished)
+    step = next(filter(None, (unfinished[name] for name in wanted)), "")
+    talks = f", or talk to the checkpoint: tandem serve {visible(path)}" if step else ""
+    return (
+        f"{visible(path)} must have a finished {listed(wanted)} stage; got {step or 'none'}. Run "
+        f"the same tandem train command again to finish it{talks}."
+    )
+
+
+def notes_of(path: str) -> list[str]:
+    """A line for each stage of a run that is not finished; none for any other folder."""
+    run = Path(path)
+    if not _is_run(run):
+        return []
+    unfinished = unfinished_stages(run, load_config(run / "config.yaml"))
+    serve = f"; tandem serve {visible(path)} answers with its newest checkpoint, "
+    return [
+        f"note: {name} is not finished{f'{serve}{step}' * bool(step)}; the same tandem train "
+        "command finishes it.\n"
+        for name, step in unfinished.items()
+    ]
+
+
+def note_on_tools(path: str) -> str:
+    """A line if a run's policy may call tools, and the chat offers none; "" otherwise."""
+    run = Path(path)
+    tools = rl_section(load_config(run / "config.yaml")).tools if _is_run(run) else ()
+    if not tools:
+        return ""
+    return f"note: its policy may call tools; to make its calls: --tools {' '.join(tools)}\n"
+
+
+def models_of(path: str) -> dict[str, str]:
+    """The models of a run's folder by the names of --model; none for any other folder."""
+    run = Path(path)
+    if not _is_run(run):
+        return {}
+    places = policy_folders()
+    return {
+        name: str(run / places[name])
+        for name in latest_first()
+        if (run / places[name] / "config.json").exists()
+    }
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").exists()
