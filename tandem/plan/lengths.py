@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.schema import RunConfig, rl_section
-from tandem.config.stages import Stage, in_order, leaving
+from tandem.config.stages import Stage, in_order, leaving, rl_stage
 from tandem.data.assign import Dataset
 from tandem.data.dataset import load_data, load_text
 from tandem.data.own_template import read_template
@@ -22,6 +22,7 @@ from tandem.errors import DataError
 from tandem.message import answer_text
 from tandem.plan.prompt_frame import Count, PromptFrame
 from tandem.predict.rows import Rows, rows_of
+from tandem.rewards.tool_schema import offered_tools
 from tandem.text import counted
 from tandem.types import Sample
 
@@ -49,6 +50,10 @@ def rows_by_stage(config: RunConfig, model: str) -> dict[str, Rows]:
         config.dataset, config.data, config.sft_data, config.eval_data, seed=config.seed,
         stages=config.stages, grades=config.reward.grades, read=read,
     )  # fmt: skip
+    offered = offered_tools(rl_section(config).tools, f"{rl_stage(config.stages).section}.tools")
+    if offered:
+        prompts = [replace(sample, tools=sample.tools or offered) for sample in data.prompts]
+        data = replace(data, prompts=prompts)
     ptx = 0.0
     if rl_section(config).ptx_data:
         named = rl_section(config).ptx_data

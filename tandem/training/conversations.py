@@ -275,16 +275,24 @@ def conversation_metrics(rollout: Rollout) -> dict[str, float]:
     return found
 
 
-def new_turns(row: PromptRow, response: str) -> list[dict[str, Any]]:
-    """The turns since the data's prompt, the answer the last."""
-    return as_dicts([*row.messages[len(given_turns(row)) :], Message("assistant", response)])
+def new_messages(
+    rollout: Rollout, renderer: Renderer | None = None
+) -> list[list[dict[str, Any]]] | None:
+    """The turns of each row since its data's prompt, the answer the last; None where all are single
+    answers without tools.
 
-
-def new_messages(rollout: Rollout) -> list[list[dict[str, Any]]] | None:
-    """The `new_turns` of each row; None where all are single answers."""
-    if not any(isinstance(row, ConversationRow) for row in rollout.prompts):
+    Args:
+        renderer: the policy's, which reads the calls of last answers.
+    """
+    if not any(isinstance(row, ConversationRow) or row.tools for row in rollout.prompts):
         return None
-    return list(map(new_turns, rollout.prompts, rollout.responses))
+    found = []
+    for row, response in zip(rollout.prompts, rollout.responses, strict=True):
+        last = Message("assistant", response)
+        if renderer is not None:
+            last = renderer.spoken(response, row.tools, row.messages).turn
+        found.append(as_dicts([*row.messages[len(given_turns(row)) :], last]))
+    return found
 
 
 def given_turns(row: PromptRow) -> tuple[Message, ...]:

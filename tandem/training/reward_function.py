@@ -122,7 +122,7 @@ def function_scores(
     the data's prompt and the answer, `completion_ids` and `prompt_texts`.
 
     Args:
-        renderer: the policy's, for functions that ask for `prompt_texts`.
+        renderer: the policy's, for `prompt_texts` and for calls of tools in answers.
     Raises:
         DataError: on every rank, what keeps the first from calling one of them.
         StoppedWaiting: on every rank, a signal came while the first waited for a server.
@@ -242,7 +242,7 @@ def _answers(rollout: Rollout, rewards: RewardFunctions, renderer: Renderer | No
         sources=[str(prompt.source) for prompt in rollout.prompts],
         completion_ids=ids,
         prompt_texts=texts,
-        new_messages=new_messages(rollout),
+        new_messages=new_messages(rollout, renderer),
     )
 
 

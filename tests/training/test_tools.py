@@ -21,12 +21,14 @@ from tandem.errors import CheckpointError, ConfigError, DataError
 from tandem.generation.conversing import ConversationRow
 from tandem.models.load import load_tokenizer
 from tandem.parallel.world import World
+from tandem.rewards.scoring import RewardFunctions
 from tandem.rewards.tool_schema import offered_tools, tool_names, tool_schema
 from tandem.training.conversation_trial import check_environment
 from tandem.training.conversations import conversation_source
 from tandem.training.flight_recorder import rows_of
 from tandem.training.make_engine import make_engine
 from tandem.training.ppo_trainer import PPOTrainer
+from tandem.training.reward_function import function_scores
 from tandem.training.stage_data import prepare_rows
 from tandem.types import Message, PromptRow, Source
 from tests.data.built_tokenizers import CHATML, byte_level
@@ -100,7 +102,8 @@ def test_calls_are_made_heard_and_trained_on(calling: str, tmp_path: Path) -> No
             assert turn.content == ("5" if right else "Error: add takes a, b; got c")
             failed += not right
         calls += len(heard)
-        rewards.append(float(len(heard)))
+        last = json.loads(said[-1].tool_calls or "[]")  # that no answer came to
+        rewards.append(float(len(heard) + len(last)))
         # What a model would be shown of the same turns.
         shown = renderer.prompt(prompt.messages, tools=prompt.tools).token_ids
         texts = [renderer.continuation(ids) for ids in (prompt.token_ids, shown)]
@@ -113,6 +116,30 @@ def test_calls_are_made_heard_and_trained_on(calling: str, tmp_path: Path) -> No
         logprobs, _ = response_logprobs(engine.actor, made.batch)
     torch.testing.assert_close(made.old_logprobs, logprobs, atol=1e-5, rtol=1e-5)
     assert trainer.train_rlhf(made, step=1)["ratio_gap_before_update"] < 1e-5
+
+
+def test_functions_see_calls_of_single_answers_too(calling: str, tmp_path: Path) -> None:
+    """Rows that list tools, in a run that calls none."""
+    config = talking(tmp_path, calling, grpo={"tools": [], "max_turns": 8})
+    engine = make_engine(config, calling)
+    tools = offered_tools([f"{FILE}:add"], "tools")
+    prompts = [engine.renderer.prompt(f"Say {word}.", tools=tools) for word in WORDS]
+    rollout = engine.rollout(prompts, step=1)
+    found = function_scores(
+        RewardFunctions([tool_functions.num_calls]), rollout, engine.renderer
+    ).functions[0]
+    expected = [float(text.count("<tool_call>")) for text in rollout.responses]
+    assert found.scores == expected
+    assert sum(expected) > 0
+    seen: list[Any] = []
+
+    def conversational(completions: Any, **columns: Any) -> list[float]:
+        seen.extend(completions)
+        return [0.0] * len(completions)
+
+    conversational.conversational = conversational.in_process = True  # type: ignore[attr-defined]
+    function_scores(RewardFunctions([conversational]), rollout, engine.renderer)
+    assert [len(turns[-1].get("tool_calls", [])) for turns in seen] == expected
 
 
 def data_of(folder: Path, *more: dict[str, Any]) -> str:
