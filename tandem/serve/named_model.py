@@ -47,7 +47,8 @@ def _why_missing(path: str, which: str, has: list[str]) -> str:
         return f"{visible(path)} must have a stage with a policy; got {stages}. Use --model base."
     wanted = [which] if which else list(unfinished)
     step = next(filter(None, (unfinished[name] for name in wanted)), "")
-    talks = f", or talk to the checkpoint: tandem serve {visible(path)}" if step else ""
+    shown = visible(path)
+    talks = f", or take its checkpoint: tandem serve {shown}, tandem export {shown}" if step else ""
     return (
         f"{visible(path)} must have a finished {listed(wanted)} stage; got {step or 'none'}. Run "
         f"the same tandem train command again to finish it{talks}."
@@ -60,10 +61,11 @@ def notes_of(path: str) -> list[str]:
     if not _is_run(run):
         return []
     unfinished = unfinished_stages(run, load_config(run / "config.yaml"))
-    serve = f"; tandem serve {visible(path)} answers with its newest checkpoint, "
+    serve = f"tandem serve {visible(path)} answers with its newest checkpoint"
+    export = f"tandem export {visible(path)} writes its models"
     return [
-        f"note: {name} is not finished{f'{serve}{step}' * bool(step)}; the same tandem train "
-        "command finishes it.\n"
+        f"note: {name} is not finished{f'; {serve}, {step}, {export}' * bool(step)}; the same "
+        "tandem train command finishes it.\n"
         for name, step in unfinished.items()
     ]
 

@@ -176,9 +176,8 @@ def test_an_unfinished_stage_is_told_with_its_step(model: str, tmp_path: Path) -
     for step in (150, 173):
         (tmp_path / "checkpoints" / "ppo" / f"step-{step:06d}").mkdir(parents=True)
     out = talk(str(tmp_path), "/quit")
-    assert (
-        f"tandem serve {tmp_path} answers with its newest checkpoint, step 173 of 200; the" in out
-    )
+    assert f"tandem serve {tmp_path} answers with its newest checkpoint, step 173 of 200, " in out
+    assert f"tandem export {tmp_path} writes its models; the same tandem train command" in out
     with pytest.raises(ModelError, match="must have a finished ppo stage; got step 173 of 200"):
         find_model(str(tmp_path), "ppo")
     (tmp_path / "config.yaml").write_text("actor_model: some/base\nstages: [reward]\n")
