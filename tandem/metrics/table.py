@@ -171,9 +171,10 @@ METRICS: tuple[Metric, ...] = (
             "Answers on which a reward function failed, for whatever reason.", "0",
             title="Reward failures", chart="Reward failures"),
         Metric("conversation_answers", "answers", _RL, "", title="Answers per conversation",
-            meaning="Mean number of the policy's answers in a conversation with the environment."),
-        Metric("conversations_over", "share", _RL, "", "Conversations that the environment ended.",
-            chart="Ends of conversations", line="by the environment"),
+            meaning="Mean number of the policy's answers in a conversation."),
+        Metric("conversations_over", "share", _RL, "", chart="Ends of conversations", line="over",
+            meaning="Conversations that were over: the environment said so, or with tools alone an "
+            "answer called none."),
         Metric("conversations_cut", "share", _RL, "lower", chart="Ends of conversations",
             line="by a limit", healthy="near 0",
             meaning="Conversations that max_turns or max_conversation_tokens ended."),
@@ -182,10 +183,10 @@ METRICS: tuple[Metric, ...] = (
             "died, or its turns cannot be read or rendered.", "0", chart="Ends of conversations",
             line="by a failure"),
         Metric("tool_calls", "calls", _RL, "", "Mean number of calls of tools in a conversation.",
-            title="Calls per conversation"),
+            chart="Calls of tools per conversation"),
         Metric("tool_calls_failed", "share", _RL, "lower",
             "Calls that failed: they cannot be read, name no tool or other arguments, or the "
-            "function raised or took too long.", "falls", title="Failed calls"),
+            "function raised or took too long.", "falls", chart="Failed calls of tools"),
         Metric("reward_failures/*", "answers", _RL, "lower",
             "Answers on which a reward function failed, by reason: it raised, took too long, took "
             "too much memory, its process died, it started too many processes, or its result is no "

@@ -226,7 +226,7 @@ def test_the_ends_of_conversations_are_told_apart(tmp_path):
     ((stage,),) = [stage_curves(read_folder(tmp_path))]
     legends = {figure["title"]: figure["legend"] for figure in stage["figures"]}
     assert [label for _, label, _ in legends["Ends of conversations"]] == [
-        "by the environment",
+        "over",
         "by a limit",
         "by a failure",
     ]
