@@ -35,10 +35,14 @@ def sampled(names: Sequence[str], most: int = MOST) -> tuple[Read, int]:
 
     Args:
         names: data sets as for `dataset.load_data`.
+        most: rows of all data sets together; of more data sets than that, one row each.
     Raises:
         ConfigError, DataError: as `parse_spec` and `read_rows`.
     """
-    found = {spec.path: _thinned(spec, most) for spec in map(parse_spec, names)}
+    specs = {spec.path: spec for spec in map(parse_spec, names)}
+    # The first block of each data set is always kept: so large, they are `most` together.
+    most, largest = max(most, len(specs)), max(1, most // len(specs))
+    found = {path: _thinned(spec, most, largest) for path, spec in specs.items()}
     every = max(kept.every for kept in found.values())
     while sum(len(kept.thinned(every)) for kept in found.values()) > most:
         every *= 2
@@ -63,11 +67,11 @@ class _Kept:
         return _blocks(self.rows, every // self.every, self.block)
 
 
-def _thinned(spec: DataSpec, most: int) -> _Kept:
-    """At most `most` rows."""
+def _thinned(spec: DataSpec, most: int, largest: int) -> _Kept:
+    """At most `most` rows, but for the built-in data set's; in blocks of at most `largest`."""
     rows = read_rows(spec)
     first = list(islice(rows, 1))
-    block = _block(spec, first)
+    block = min(largest, _block(spec, first))
     if spec.path == EMBEDDED:
         from tandem.data.embedded.generator import NUM_ROWS
 
@@ -90,7 +94,8 @@ def thin(rows: Iterable[Item], most: int, block: int = 1) -> tuple[list[Item], i
     many rows each stands for.
 
     Args:
-        block: take so many in a row, and every n-th such block; at most `most`.
+        block: take so many in a row, and every n-th such block. It must be at most `most`: the
+            first block is always kept.
     """
     kept: list[Item] = []
     every = 1

@@ -48,6 +48,25 @@ def test_every_row_of_all_data_sets_stands_for_equally_many(tmp_path: Path) -> N
         sampled((str(written(tmp_path / "none.jsonl", 0)),))
 
 
+@pytest.mark.parametrize("most", [1, 2, 3, 10, 15, 16, 31, 32, 33, 40])
+def test_a_sample_of_any_size_ends_and_has_rows_of_each_data_set(tmp_path: Path, most: int) -> None:
+    plain = [written(tmp_path / f"{num}.jsonl", num) for num in (1, 50)]
+    graded = tmp_path / "graded.jsonl"
+    rows = ({"prompt": f"{n // 4}?", "completion": f"{n}", "score": n % 4} for n in range(100))
+    graded.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    for paths in ([graded], [graded, *plain]):
+        read, every = sampled([*map(str, paths)], most)
+        kept = [list(read(parse_spec(str(path)))) for path in paths]
+        assert sum(map(len, kept)) <= max(most, len(paths))
+        assert all(kept)
+        block = min(16, max(1, most // len(paths)))
+        assert kept[0] == [
+            row
+            for number, row in enumerate(read_rows(parse_spec(str(graded))))
+            if number // block % every == 0
+        ]
+
+
 def test_only_a_part_of_the_built_in_rows_is_made() -> None:
     read, every = sampled(("embedded",))
     assert every * len(list(read(parse_spec("embedded")))) == NUM_ROWS
