@@ -272,7 +272,8 @@ def _two_answers(mapped: MappedRow, pair: Pair) -> Compared | None:
     own = {"prompt": pair.used[0]} if pair.prompt else {}
     asked = mapped.prompt() if not pair.used else None
     is_whole = pair.dialogs is not None and asked != {}
-    are_texts = all(isinstance(value, str) for value in pair.values)
+    # Texts need no turns before them, and a prompt made of other columns has only texts beside it.
+    are_texts = bool(pair.prompt) or all(isinstance(value, str) for value in pair.values)
     turns = None if is_whole else () if are_texts else mapped.turns(prompt)
     outcome = compare(mapped.row, pair, turns)
     if outcome.better is None:

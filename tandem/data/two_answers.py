@@ -47,11 +47,12 @@ PARTS = {
 SUMMARIES = ("info", "summaries", "choice")
 """OpenAI's comparisons of summaries: what is summed up, the two, and the place of the better."""
 _SUMMARIES = ("summaries", "summaries")
+_EACH_SUMMARY = ("summaries[0]", "summaries[1]")
+"""Counted from 0, as `choice` counts them."""
 _KAGGLE = ("prompt", "response_a", "response_b")
 
 _SAME = "{} and {} are the same answer"
 _APART = "{} and {} differ before their last answers"
-_BLANK = "{} or {} is blank"
 _UNREADABLE = "{} and {} cannot both be read as answers"
 _NOT_AS_MANY = "{} has not one text for each turn of prompt"
 
@@ -78,7 +79,7 @@ class Pair:
         """The roles that a column map could give its columns, with their names."""
         if self.two.keys == _SUMMARIES:
             prompt = {"prompt": self.used[0]} if self.prompt else {}
-            return {**prompt, "answers": self.two.names[0]}
+            return {**prompt, "answers": self.two.keys[0]}
         roles = dict(zip(("answer_a", "answer_b"), self.two.names, strict=True))
         way = self.ways[0]
         return {**roles, "preferred": way.names[0]} if way.named else roles
@@ -201,11 +202,12 @@ def compare(row: Row, pair: Pair, prompt: Turns | None) -> Said:
     if pair.note:
         return not_compared(pair.note, understood=False)
     names = pair.two.names
-    for value, name in zip(pair.values, names, strict=True):
-        if _is_blank(value):
-            if pair.two.is_mapped:
-                raise RowProblem(name, describe(value), "not be blank")
-            return not_compared(_BLANK.format(*names))
+    blank = {n: v for n, v in zip(names, pair.values, strict=True) if _is_blank(v)}
+    if blank and pair.two.is_mapped:
+        name, value = next(iter(blank.items()))
+        raise RowProblem(name, describe(value), "not be blank")
+    if blank:
+        return not_compared(f"{' and '.join(blank)} {'are' if len(blank) > 1 else 'is'} blank")
     try:
         if prompt is None and pair.dialogs is not None:
             first, second = pair.dialogs
@@ -270,7 +272,7 @@ def _summaries(row: Row, way: Way, *, is_asked: bool) -> Pair | None:
         if is_asked:
             return None
         raise RowProblem("summaries", describe(summaries), "be a list of two objects with text")
-    two = Two(_SUMMARIES, _SUMMARIES)
+    two = Two(_SUMMARIES, _EACH_SUMMARY)
     if is_asked:
         return Pair(two, (texts[0], texts[1]), [way])
     post = [

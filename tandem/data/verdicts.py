@@ -241,7 +241,7 @@ def by_flags(row: Row, two: Two, way: Way) -> Said:
 
 def by_shp(row: Row, two: Two, way: Way) -> Said:
     """SHP's labels: 1, the first is better; 0, the second."""
-    number = number_of(row[way.keys[0]])
+    number = _number(row, way)
     if number not in (0, 1):
         expected = f"be 1 ({two.names[0]} is better) or 0 ({two.names[1]} is)"
         return _unread(row, way, f"{way.column} is neither 1 nor 0", expected)
@@ -252,6 +252,6 @@ def by_place(row: Row, two: Two, way: Way) -> Said:
     """The place of the better answer in their list, from 0."""
     number = _number(row, way)
     if number not in (0, 1):
-        expected = f"be the place of the better one of {two.names[0]}, 0 or 1"
+        expected = f"be the place of the better one of {two.keys[0]}, 0 or 1"
         return _unread(row, way, f"{way.column} is neither 0 nor 1", expected)
     return Said(int(number))

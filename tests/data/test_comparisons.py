@@ -296,6 +296,32 @@ def test_summaries_are_of_a_post_or_an_article() -> None:
 
 
 @pytest.mark.parametrize(
+    ("texts", "note"),
+    [
+        ((None, " 4"), "summaries[0] is blank"),
+        ((" 5", " "), "summaries[1] is blank"),
+        (("", None), "summaries[0] and summaries[1] are blank"),
+        (("4", " 4"), "summaries[0] and summaries[1] are the same answer"),
+    ],
+)
+@pytest.mark.parametrize("asked", [{}, {"prompt": "2+2?"}])
+def test_summaries_are_told_apart(texts: tuple[Any, Any], note: str, asked: Row) -> None:
+    row = {**TLDR, **asked, "summaries": [{"text": text} for text in texts]}
+    found = read(row)
+    assert found.notes == (f"{note}, not compared: a prompt alone",)
+    assert parts(found.sample)[1:] == (None, None)
+    assert found.sample.prompt == (PROMPT if asked else read(TLDR).sample.prompt)
+    as_texts = read({**row, "summaries": list(texts)})
+    assert as_texts.notes == found.notes
+
+
+def test_a_bool_is_not_the_place_of_the_better_summary() -> None:
+    for value in (True, False):
+        told = read({**TLDR, "choice": value}).notes
+        assert told == ("choice is neither 0 nor 1, not compared: a prompt alone",)
+
+
+@pytest.mark.parametrize(
     ("row", "shape", "ranking", "asked"),
     [
         (
@@ -475,7 +501,7 @@ def test_what_is_not_compared_is_a_prompt_alone_and_noted(row: Row, note: str) -
             "winner names neither answer and no tie (a, b, a column's name, tie)",
         ),
         ({**HELPSTEER2, "preference_strength": "strong"}, "preference_strength is no number"),
-        ({**SHP, "labels": 2}, "labels is neither 1 nor 0"),
+        *(({**SHP, "labels": value}, "labels is neither 1 nor 0") for value in (2, True, False)),
         (
             {**KAGGLE, "winner_model_b": 1},
             (
@@ -495,8 +521,12 @@ def test_what_is_not_compared_is_a_prompt_alone_and_noted(row: Row, note: str) -
             "choice is neither 0 nor 1",
         ),
         *(
-            ({**PKU, "response_0": value}, "response_0 or response_1 is blank")
+            ({**PKU, "response_0": value}, "response_0 is blank")
             for value in (None, "", " ", [], [bot("")])
+        ),
+        (
+            {**PKU, "response_0": None, "response_1": " "},
+            "response_0 and response_1 are blank",
         ),
         (
             {**PKU, "response_0": [bot("5"), user("Why?")]},
@@ -567,6 +597,8 @@ def test_what_is_found_by_name_and_cannot_be_read_is_a_prompt_alone_and_noted(
             {"preferred": "labels"},
             "labels must be 1 (human_ref_A is better) or 0 (human_ref_B is); found the number 2",
         ),
+        (SHP | {"labels": True}, {"preferred": "labels"}, "(human_ref_B is); found true"),
+        (TLDR | {"choice": True}, {"preferred": "choice"}, "one of summaries, 0 or 1; found true"),
         *(
             (
                 {"prompt": "2+2?", "x": "4", "y": value, "v": "a"},
