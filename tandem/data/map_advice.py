@@ -28,7 +28,7 @@ def unknown_shape(
         row: with the file's names. renamed: with mapped columns under their roles. columns: the
             user's column map. needs: the columns of each known shape, as the error says them.
     """
-    if gap := _gap_in_map(row, columns):
+    if gap := _null_in_map(row, columns) or _gap_in_map(row, columns):
         return gap
     example = "Map its columns, as in FILE::prompt=question,completion=answer."
     return RowProblem(
@@ -62,6 +62,15 @@ def _map_of_two(row: Row) -> str:
         f"To compare {two[0]} and {two[1]}, add ::{columns} to the file's name, with the "
         "column that says which is better."
     )
+
+
+def _null_in_map(row: Row, columns: Mapping[str, str]) -> RowProblem | None:
+    """That a mapped column without which the row cannot be read is null; None if none is."""
+    # A pair may lack its rejected answer.
+    for role, column in sorted(columns.items(), key=lambda item: item[0] == "rejected"):
+        if row[column] is None and role not in MARKS:
+            return RowProblem(column, "null", f"have a value, mapped to the role {role}")
+    return None
 
 
 def _gap_in_map(row: Row, columns: Mapping[str, str]) -> RowProblem | None:

@@ -10,7 +10,8 @@ several answers that are compared.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,14 +109,12 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
     """
     found = _find(row, columns or {})
     shape, values, compared = found.shape, found.row, found.compared
-    try:
-        sample = shape.read(values, source)
-    except RowProblem as problem:
-        raise _in_terms_of_the_row(problem, found.renamed) from None
-    graded = read_grade(values if "grade" in shape.may else {}, sample, found.columns)
-    tools = values.get("tools") if "tools" in shape.may else None
-    tools, no_tools = tools_or_note(tools, is_mapped="tools" in found.columns)
     places = found.places()
+    with _in_terms_of_the_row(places):
+        sample = shape.read(values, source)
+        graded = read_grade(values if "grade" in shape.may else {}, sample, found.columns)
+        tools = values.get("tools") if "tools" in shape.may else None
+        tools, no_tools = tools_or_note(tools, is_mapped="tools" in found.columns)
     rest = found.rest(row, places)
     sample = replace(sample, columns=rest, grade=graded.grade, tools=tools)
     if tools:
@@ -145,7 +144,9 @@ def _find(row: Row, columns: Mapping[str, str]) -> _Found:
     """
     _require_mapped(row, columns)
     values = {name: value for name, value in row.items() if name not in columns.values()}
-    values = with_lists(values | {role: row[column] for role, column in columns.items()})
+    values |= {role: row[column] for role, column in columns.items()}
+    with _in_terms_of_the_row(columns):
+        values = with_lists(values)
     shape = shape_of(values, columns)
     own = shape.name if shape is not None else ""
     aliases = {} if columns else find_aliases(values, own)
@@ -168,7 +169,8 @@ def _find(row: Row, columns: Mapping[str, str]) -> _Found:
         raise unknown_shape(row, values, columns, NEEDS)
     # A column that nobody mapped may be called so and mean something else.
     if "label" in columns or ("label" in shape.may and is_verdict(values.get("label"))):
-        values["label"] = verdict(values["label"])
+        with _in_terms_of_the_row(columns):
+            values["label"] = verdict(values["label"])
     return _Found(shape, values, columns, aliases, renamed, joined, compared)
 
 
@@ -192,11 +194,15 @@ def _compared(
     return read_compared(row, columns, shape, found)
 
 
-def _in_terms_of_the_row(problem: RowProblem, found: Mapping[str, str]) -> RowProblem:
-    """The problem with the names that the row's columns have."""
-    role, dot, rest = problem.field.partition(".")
-    field = f"{found.get(role, role)}{dot}{rest}"
-    return RowProblem(field, problem.found, problem.expected, problem.advice)
+@contextmanager
+def _in_terms_of_the_row(places: Mapping[str, str]) -> Iterator[None]:
+    """Problems with the names that the row's columns have; `places` maps roles to them."""
+    try:
+        yield
+    except RowProblem as problem:
+        role, dot, rest = problem.field.partition(".")
+        field = f"{places.get(role, role)}{dot}{rest}"
+        raise RowProblem(field, problem.found, problem.expected, problem.advice) from None
 
 
 def _notes(row: Row, shape: Shape, sample: Sample) -> list[str]:

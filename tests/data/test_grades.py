@@ -98,7 +98,7 @@ def test_what_is_no_grade() -> None:
     assert parse_spec("f.jsonl::grade=mark").columns == {"grade": "mark"}
     with pytest.raises(RowProblem) as problem:
         to_sample({**row, "mark": "good"}, HERE, {**columns, "grade": "mark"})
-    assert (problem.value.field, problem.value.expected) == ("grade", "be a finite number")
+    assert (problem.value.field, problem.value.expected) == ("mark", "be a finite number")
 
 
 def graded(

@@ -205,6 +205,49 @@ def test_a_margin_is_read_and_stays_a_column() -> None:
     assert sample({"prompt": "2+2?", "chosen": "4", "rejected": "5", "margin": None}).margin == 0
 
 
+PRINTED = "[{'role': 'user', 'content': 'a'}]"
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "told"),
+    [
+        ({"q": " ", "a": "4"}, {"prompt": "q", "completion": "a"}, "q must not be blank"),
+        ({"q": "2+2?", "a": 4}, {"prompt": "q", "completion": "a"}, "a must be a list of messages"),
+        ({"q": PRINTED, "a": "4"}, {"prompt": "q", "completion": "a"}, "q must be text, or mess"),
+        (
+            {"q": "2+2?", "a": "4", "b": " "},
+            {"prompt": "q", "chosen": "a", "rejected": "b"},
+            "b must not be blank",
+        ),
+        (
+            {"q": "2+2?", "a": "4", "b": "5", "m": "x"},
+            {"prompt": "q", "chosen": "a", "rejected": "b", "margin": "m"},
+            "m must be a finite number",
+        ),
+        ({"q": "2+2?", "s": 5}, {"prompt": "q", "system": "s"}, "s must be text; found the number"),
+        ({"m": [{"role": "x", "content": "y"}]}, {"messages": "m"}, "m.role must be one of"),
+        (
+            {"q": "2+2?", "a": None},
+            {"prompt": "q", "completion": "a"},
+            "a must have a value, mapped to the role completion; found null",
+        ),
+        (
+            {"q": None, "a": "4", "b": None},
+            {"rejected": "b", "prompt": "q", "chosen": "a"},
+            "q must have a value, mapped to the role prompt; found null",
+        ),
+    ],
+)
+def test_problems_of_mapped_columns_have_the_files_names(
+    row: dict[str, Any], columns: dict[str, str], told: str
+) -> None:
+    """The file may have a column of the role's name, too."""
+    for more in ({}, dict.fromkeys(columns.keys() - row.keys(), "fine")):
+        with pytest.raises(RowProblem) as raised:
+            to_sample({**row, **more}, HERE, columns)
+        assert str(raised.value).startswith(told)
+
+
 @pytest.mark.parametrize(
     ("value", "label"), [(1, True), ("0", False), ("True", True), (False, False), (1.0, True)]
 )
@@ -214,7 +257,7 @@ def test_a_column_that_is_mapped_to_label_is_a_verdict(value: Any, label: bool) 
     assert (found.label, found.columns) == (label, {})
     assert (found.chosen, found.rejected) == (("4", None) if label else (None, "4"))
     with pytest.raises(
-        RowProblem, match=r"label must be true or false, or 1 or 0 .or -1.; found 'maybe'"
+        RowProblem, match=r"^good must be true or false, or 1 or 0 .or -1.; found 'maybe'"
     ):
         to_sample({**row, "good": "maybe"}, HERE, {"label": "good"})
 

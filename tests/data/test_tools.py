@@ -248,7 +248,7 @@ def test_a_column_that_lists_no_tools_is_noted_or_refused_where_it_is_mapped(val
     found = to_sample({"prompt": "hi", "tools": value}, HERE)
     assert found.sample.tools == ""
     assert found.notes == ("column tools is not rendered: it is no list of JSON schemas",)
-    with pytest.raises(RowProblem, match="tools must be a list of JSON schemas"):
+    with pytest.raises(RowProblem, match=r"^t must be a list of JSON schemas"):
         to_sample({"prompt": "hi", "t": value}, HERE, {"prompt": "prompt", "tools": "t"})
     for like in ("[{'name': 'add'}]", [ALONE, "add"]):
         with pytest.raises(RowProblem, match="tools must be a list of JSON schemas"):
