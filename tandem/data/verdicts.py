@@ -179,8 +179,9 @@ def by_name(row: Row, two: Two, way: Way) -> Said:
     numbers = next((ends for ends in TWO_ENDS[:2] if two.ends_in(*ends)), ())
     words = _words(two)
     if number is not None:
-        if (end := f"{number:g}") in numbers:
-            return Said(two.ends.index(end))
+        for end in numbers:
+            if number == int(end):
+                return Said(two.ends.index(end))
     elif isinstance(value, str):
         word = value.strip().casefold()
         if word in _TIES:
