@@ -12,7 +12,7 @@ from tandem.data.excerpt import describe
 from tandem.data.grades import number_of
 from tandem.data.mapped_row import MappedRow
 from tandem.data.rows import Row, RowProblem
-from tandem.data.turns import first_role
+from tandem.data.turns import first_role, text_of
 
 LISTS = ("answers", "completions", "responses", "generations")
 """Columns that hold several answers."""
@@ -224,7 +224,7 @@ def ordered(
         field: the answers' column, for errors. must_be_text: else an answer that is no text is
             left out. by: how the note on the same answer twice says what it is ranked by.
     Raises:
-        RowProblem: an answer is no text.
+        RowProblem: an answer is no text, or no valid Unicode.
     """
     notes: dict[str, None] = {}
     found: dict[str, list[float]] = defaultdict(list)
@@ -240,7 +240,7 @@ def ordered(
         elif number is None:
             notes[_UNSCORED] = None
         else:
-            found[answer.strip()].append(number)
+            found[text_of(answer, field).strip()].append(number)
             texts.setdefault(answer.strip(), answer)
     if any(len(numbers) > 1 for numbers in found.values()):
         notes[_AGAIN + by] = None

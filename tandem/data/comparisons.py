@@ -21,7 +21,7 @@ from tandem.data.answer_lists import (
     ordered,
     with_parsed_lists,
 )
-from tandem.data.excerpt import excerpt, names
+from tandem.data.excerpt import describe, excerpt, names
 from tandem.data.mapped_row import COMPARED, MappedRow
 from tandem.data.rows import Row, RowProblem
 from tandem.data.two_answers import (
@@ -99,8 +99,12 @@ def read_compared(
     if is_ranked and not mapped.maps("answer_a", "answer_b", "preferred", "scores"):
         return None if _is_plain_ranking(row) else _list_of_answers(mapped)
     question = row.get("question")
-    if isinstance(question, Mapping) and isinstance(question.get("full_text"), str):  # WebGPT's
-        mapped = MappedRow({**row, "question": question["full_text"]}, columns)
+    if isinstance(question, Mapping) and "full_text" in question:  # WebGPT's
+        if isinstance(question["full_text"], str):
+            mapped = MappedRow({**row, "question": question["full_text"]}, columns)
+        elif mapped.finds and mapped.prompt() is None:
+            found = describe(question["full_text"])
+            raise RowProblem("question.full_text", found, "be text")
     pair = find_pair(mapped)
     made = _two_answers(mapped, pair) if pair is not None else _list_of_answers(mapped)
     said = {column for role, column in columns.items() if role in COMPARED}
@@ -119,7 +123,8 @@ def _is_plain_ranking(row: Row) -> bool:
 
 
 def _is_texts(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], str)
+    """Whether a column has a list of texts, maybe with others that are null or wrong."""
+    return isinstance(value, list | tuple) and any(isinstance(each, str) for each in value)
 
 
 def _texts(value: Any) -> list[Any]:
@@ -213,11 +218,18 @@ def _ranking(
     return _made(mapped, prompt, keys, own=own, notes=(*answers.notes, f"{note}: a prompt alone"))
 
 
-def _lists_of_both(mapped: MappedRow) -> Compared | None:
-    """Lists of texts in chosen and rejected: each of the former is better than all others."""
+def _lists_of_both(mapped: MappedRow) -> Compared:
+    """Lists of texts in chosen and rejected: each of the former is better than all others. One of
+    them is such a list.
+
+    Raises:
+        RowProblem: the other is neither that nor text, or they cannot be compared.
+    """
     given = {role: _texts(mapped.row.get(role)) for role in ("chosen", "rejected")}
-    if not all(given.values()):
-        return None
+    for role, other in (("chosen", "rejected"), ("rejected", "chosen")):
+        if not given[role]:
+            expected = f"be text or a list of texts, as {mapped.own(other)} is"
+            raise RowProblem(mapped.own(role), describe(mapped.row.get(role)), expected)
     prompt = mapped.prompt()
     if prompt is None:
         roles = {"prompt": "COLUMN"} | {role: mapped.own(role) for role in given}

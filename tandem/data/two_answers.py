@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.data.aliases import says_something
 from tandem.data.answer_lists import json_list
 from tandem.data.dialogs import answer_of, whole_dialog
 from tandem.data.excerpt import describe
@@ -134,9 +135,11 @@ def find_pair(mapped: MappedRow) -> Pair | None:
         if asked is not None and all(isinstance(turn, str | None) for turn in asked):
             return _kaggle(row, two, ways, asked)
     if any(is_blank):
+        if not is_asked and (keys[0].startswith(_DIALOG) or any(map(_is_dialog, values))):
+            raise _blank_problem(two, values)
         return Pair(two, values, ways)
     try:
-        return _readable(row, two, values, ways)
+        return _readable(row, two, values, ways, is_mapped=mapped.maps(*keys, "preferred"))
     except RowProblem:
         if two.is_mapped or not is_asked:
             raise
@@ -153,11 +156,29 @@ def _is_blank(value: Any) -> bool:
     return value is None or (isinstance(value, str) and not value.strip())
 
 
-def _readable(row: Row, two: Two, values: tuple[Any, Any], ways: list[Way]) -> Pair | None:
-    """The pair of two values that are not blank; None if they are no answers.
+def _blank_problem(two: Two, values: tuple[Any, Any]) -> RowProblem:
+    """That the first of two answers, or else the second, is blank."""
+    name, value = next((n, v) for n, v in zip(two.names, values, strict=True) if _is_blank(v))
+    found = "no content in its last message" if isinstance(value, list | tuple) and value else ""
+    return RowProblem(name, found or describe(value), "not be blank")
 
+
+def _is_dialog(value: Any) -> bool:
+    """Whether an answer is a whole dialog: messages from the user's on, or a transcript."""
+    if isinstance(value, str):
+        return is_transcript(value)
+    return first_role(value) not in (None, "assistant")
+
+
+def _readable(
+    row: Row, two: Two, values: tuple[Any, Any], ways: list[Way], *, is_mapped: bool
+) -> Pair | None:
+    """The pair of two values that are not blank; None if neither is an answer.
+
+    Args:
+        is_mapped: whether the user mapped them or what says which is better: they are answers.
     Raises:
-        RowProblem: they are messages that cannot be read.
+        RowProblem: one of them is no answer, or they are messages that cannot be read.
     """
     are_dialogs = two.keys[0].startswith(_DIALOG)
     read = [
@@ -166,10 +187,29 @@ def _readable(row: Row, two: Two, values: tuple[Any, Any], ways: list[Way]) -> P
     ]
     if are_dialogs or all(first_role(value) is not None for value in read):
         values = read[0], read[1]
-    if not all(isinstance(value, str) or first_role(value) for value in values):
+    others = [
+        (value, name)
+        for value, name in zip(values, two.names, strict=True)
+        if not isinstance(value, str) and first_role(value) is None
+    ]
+    if len(others) == len(values) and not is_mapped:
         return None
+    if others:
+        raise _no_answer(*others[0], is_dialog=are_dialogs)
     dialogs = _dialogs(row, two, values, are_dialogs=are_dialogs)
     return None if are_dialogs and dialogs is None else Pair(two, values, ways, dialogs)
+
+
+def _no_answer(value: Any, field: str, *, is_dialog: bool) -> RowProblem:
+    """Why a value that is neither text nor begins with a message is no answer."""
+    turns = [value] if isinstance(value, dict) else value
+    are_messages = isinstance(turns, list | tuple) and any(isinstance(t, dict) for t in turns)
+    if is_dialog or are_messages:
+        try:
+            turns_of(turns, field)
+        except RowProblem as problem:
+            return problem
+    return RowProblem(field, describe(value), "be text or messages")
 
 
 def _dialogs(
@@ -202,10 +242,9 @@ def compare(row: Row, pair: Pair, prompt: Turns | None) -> Said:
     if pair.note:
         return not_compared(pair.note, understood=False)
     names = pair.two.names
-    blank = {n: v for n, v in zip(names, pair.values, strict=True) if _is_blank(v)}
+    blank = [name for name, value in zip(names, pair.values, strict=True) if _is_blank(value)]
     if blank and pair.two.is_mapped:
-        name, value = next(iter(blank.items()))
-        raise RowProblem(name, describe(value), "not be blank")
+        raise _blank_problem(pair.two, pair.values)
     if blank:
         return not_compared(f"{' and '.join(blank)} {'are' if len(blank) > 1 else 'is'} blank")
     try:
@@ -263,29 +302,45 @@ def _choice(mapped: MappedRow) -> Way | None:
 
 def _summaries(row: Row, way: Way, *, is_asked: bool) -> Pair | None:
     """A post or an article with two summaries, its prompt as in arXiv 2009.01325, table 10, or the
-    row's own."""
+    row's own; None if that has other columns beside it.
+
+    Raises:
+        RowProblem: it has no prompt of its own, and there are no two summaries, or of nothing.
+    """
     info, summaries = row["info"], row["summaries"]
-    if not isinstance(info, Mapping) or not isinstance(summaries, list | tuple):
+    are_two = isinstance(summaries, list | tuple) and len(summaries) == 2
+    if is_asked and not (isinstance(info, Mapping) and are_two):
         return None
-    texts = [each.get("text") if isinstance(each, Mapping) else each for each in summaries]
-    if len(texts) != 2 or not all(isinstance(text, str | None) for text in texts):
-        if is_asked:
-            return None
+    prompt = "" if is_asked else _post(info)
+    if not are_two:
         raise RowProblem("summaries", describe(summaries), "be a list of two objects with text")
-    two = Two(_SUMMARIES, _EACH_SUMMARY)
-    if is_asked:
-        return Pair(two, (texts[0], texts[1]), [way])
-    post = [
-        (head, info[key])
-        for head, key in (("SUBREDDIT: r/", "subreddit"), ("TITLE: ", "title"), ("POST: ", "post"))
-        if info.get(key)
-    ]
-    if not info.get("post"):
-        post = [("Article:\n\n", info["article"])] if info.get("article") else []
-    if not post:
+    # What has no key text is no text.
+    first, second = (each.get("text", each) if isinstance(each, Mapping) else each
+                     for each in summaries)  # fmt: skip
+    two, used = Two(_SUMMARIES, _EACH_SUMMARY), () if is_asked else ("info",)
+    if isinstance(first, str | None) and isinstance(second, str | None):
+        return Pair(two, (first, second), [way], prompt=prompt, used=used)
+    note = _UNREADABLE.format(*two.names)
+    return Pair(two, ("", ""), [way], prompt=prompt, used=used, note=note)
+
+
+def _post(info: Any) -> str:
+    """What is summed up, as a prompt.
+
+    Raises:
+        RowProblem: it is no text.
+    """
+    if not isinstance(info, Mapping):
+        raise RowProblem("info", describe(info), "be an object with a post or an article")
+    if says_something(info.get("post")):
+        heads = {"subreddit": "SUBREDDIT: r/", "title": "TITLE: ", "post": "POST: "}
+    elif says_something(info.get("article")):
+        heads = {"article": "Article:\n\n"}
+    else:
         raise RowProblem("info", describe(info), "have a post or an article")
-    prompt = "\n\n".join([*(head + text_of(text, "info") for head, text in post), "TL;DR:"])
-    return Pair(two, (texts[0], texts[1]), [way], prompt=prompt, used=("info",))
+    given = (key for key in heads if says_something(info.get(key)))
+    said = (heads[key] + text_of(info[key], f"info.{key}") for key in given)
+    return "\n\n".join([*said, "TL;DR:"])
 
 
 def _kaggle(row: Row, two: Two, ways: list[Way], asked: list[str | None]) -> Pair:

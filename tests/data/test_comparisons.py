@@ -287,8 +287,19 @@ def test_summaries_are_of_a_post_or_an_article() -> None:
     asked = read({**TLDR, "prompt": "2+2?"})
     assert (parts(asked.sample), asked.sample.columns) == ((PROMPT, " 4", " 5"), TLDR)
     assert asked.shape == "two answers with answers=summaries by choice"
-    assert "info must have a post or an article; found an object" in (
-        problem({**TLDR, "info": {"id": "t3_1"}})
+    for info, told in (
+        ({"id": "t3_1"}, "info must have a post or an article; found an object"),
+        ({"post": " "}, "info must have a post or an article; found an object"),
+        ({"post": ["x"]}, "info.post must be text; found a list of 1"),
+        ({"post": "x", "title": 5}, "info.title must be text; found the number 5"),
+        ({"article": 5}, "info.article must be text; found the number 5"),
+        ("x", "info must be an object with a post or an article; found 'x'"),
+    ):
+        assert told in problem({**TLDR, "info": info})
+    bare = {"post": "2+2?", "title": " ", "article": 5}  # what is not read may be anything
+    assert read({**TLDR, "info": bare}).sample.prompt[0].content == "POST: 2+2?\n\nTL;DR:"
+    assert "summaries must be a list of two objects with text; found '4'" in (
+        problem({**TLDR, "summaries": "4"})
     )
     assert "summaries must be a list of two objects with text; found a list of 1" in (
         problem({**TLDR, "summaries": TLDR["summaries"][:1]})
@@ -302,6 +313,9 @@ def test_summaries_are_of_a_post_or_an_article() -> None:
         ((" 5", " "), "summaries[1] is blank"),
         (("", None), "summaries[0] and summaries[1] are blank"),
         (("4", " 4"), "summaries[0] and summaries[1] are the same answer"),
+        ((4, "5"), "summaries[0] and summaries[1] cannot both be read as answers"),
+        (("4", ["5"]), "summaries[0] and summaries[1] cannot both be read as answers"),
+        (("4", {"a": 5}), "summaries[0] and summaries[1] cannot both be read as answers"),
     ],
 )
 @pytest.mark.parametrize("asked", [{}, {"prompt": "2+2?"}])
@@ -408,6 +422,9 @@ def test_answers_that_cannot_be_ranked_are_left_out_and_noted() -> None:
         "with a blank answer, left out of the ranking",
         "with the same answer twice, ranked once by the mean of its scores",
     )
+    lists = read({**REWARDBENCH2, "chosen": [None, "4"]})
+    assert lists.sample.ranking == ((1, "4"), (2, "5"), (2, "6"))
+    assert lists.notes == ("with a blank answer, left out of the ranking",)
     absent = {**ULTRAFEEDBACK, "completions": [{"response": "5", "overall_score": 1.0},
                                                {"response": "4", "overall_score": 2.0},
                                                {"response": "6"}, None]}  # fmt: skip
@@ -534,7 +551,14 @@ def test_what_is_not_compared_is_a_prompt_alone_and_noted(row: Row, note: str) -
         ),
         (
             {**PKU, "response_0": [bot("5")], "response_1": [{"role": "judge", "content": "4"}]},
-            None,
+            "response_0 and response_1 cannot both be read as answers",
+        ),
+        *(
+            (
+                {**PKU, "response_0": value},
+                "response_0 and response_1 cannot both be read as answers",
+            )
+            for value in (4, 4.5, True, float("nan"), {}, {"a": 1}, [1], [["x"]], ["5"])
         ),
         (
             {
@@ -570,11 +594,11 @@ def test_what_is_not_compared_is_a_prompt_alone_and_noted(row: Row, note: str) -
     ],
 )
 def test_what_is_found_by_name_and_cannot_be_read_is_a_prompt_alone_and_noted(
-    row: Row, note: str | None
+    row: Row, note: str
 ) -> None:
     found = read(row)
     assert parts(found.sample) == (PROMPT, None, None)
-    assert found.notes == ((f"{note}, not compared: a prompt alone",) if note else ())
+    assert found.notes == (f"{note}, not compared: a prompt alone",)
     assert found.shape.partition(" with ")[0] == "prompt"
     gone = ("prompt", "instruction", "input", "history")
     assert found.sample.columns == {k: v for k, v in row.items() if k not in gone}
@@ -616,6 +640,31 @@ def test_what_is_found_by_name_and_cannot_be_read_is_a_prompt_alone_and_noted(
             {"prompt": "2+2?", "responses": ["4", "5"], "marks": [1]},
             {"scores": "marks"},
             "marks must be a list of 2 numbers, one for each of responses; found a list of 1",
+        ),
+        (
+            {"prompt": "2+2?", "x": "4", "y": 5, "v": "a"},
+            {"answer_a": "x", "answer_b": "y", "preferred": "v"},
+            "y must be text or messages; found the number 5",
+        ),
+        (
+            {"prompt": "2+2?", "x": [4], "y": [5], "v": "a"},
+            {"answer_a": "x", "answer_b": "y", "preferred": "v"},
+            "x must be text or messages; found a list of 1",
+        ),
+        (
+            {"prompt": "2+2?", "x": {"said": "4"}, "y": "5", "v": "a"},
+            {"answer_a": "x", "answer_b": "y", "preferred": "v"},
+            "x must have role and content (or from and value) in every turn; found columns said",
+        ),
+        (
+            {"q": None, "outs": ["4", "5"], "marks": [1, 2]},
+            {"prompt": "q", "answers": "outs", "scores": "marks"},
+            "q must have a value, mapped to the role prompt; found null",
+        ),
+        (
+            {"q": "2+2?", "outs": ["4", "5"], "places": None},
+            {"prompt": "q", "answers": "outs", "ranks": "places"},
+            "places must have a value, mapped to the role ranks; found null",
         ),
         (
             {"prompt": "2+2?", "llama2": "4", "claude1": "5", "vote": 1},
@@ -880,6 +929,7 @@ def test_words_and_numbers_of_a_mapped_verdict(
         (("response_1", "response_2"), 0),
         (("response_0", "response_1"), 2),
         (("response_0", "response_1"), -1),
+        (("response_0", "response_1"), 1.0000001),
         (("answer_a", "answer_b"), 0),
         (("answer_a", "answer_b"), "1"),
         (("v10", "v11"), 1),
@@ -896,7 +946,7 @@ def test_a_verdict_that_could_mean_either_answer_is_a_bad_row(
     told = problem(row, answer_a=names[0], answer_b=names[1], preferred="best")
     assert told.startswith("best must name the better answer: ")
     assert f"a ({names[0]}), b ({names[1]}), its column's name, or tie; found " in told
-    is_number = str(value).lstrip("-").isdigit() and value is not True
+    is_number = str(value).lstrip("-").replace(".", "").isdigit() and value is not True
     assert ("Other numbers could mean either answer: write a, b or tie" in told) == is_number
 
 
@@ -913,6 +963,9 @@ def test_a_map_of_the_verdict_alone_leaves_the_rest_to_the_names() -> None:
         problem({**panda, "annotator1": 0}, preferred="annotator1")
     )
     assert read(HELPSTEER2, preferred="preference_strength").sample.chosen == "4"
+    for answers in ({"response1": 4}, {"response1": 4, "response2": 5}):
+        unread = read({**panda, "annotator1": 2, **answers}, preferred="annotator1")
+        assert "response1 and response2 cannot both be read as answers" in unread.notes[0]
     row = {"question": "2+2?", "responses": ["4", "5"], "upvotes": [7, 3], "flags": [0, 0]}
     assert read(row).unread == ("responses", "upvotes", "flags")
     assert read(row, scores="upvotes").sample.ranking == ((1, "4"), (2, "5"))
@@ -1056,6 +1109,44 @@ def test_rows_of_plain_shapes_are_read_as_before(row: Row, shape: str, chosen: s
             {**ARENA, "conversation_b": [user("2+2?"), {"role": "judge", "content": "x"}]},
             "conversation_b.role must be one of",
         ),
+        (
+            {**ARENA, "conversation_a": [{"role": "judge", "content": "x"}, bot("5")]},
+            "conversation_a.role must be one of",
+        ),
+        *(
+            ({**ARENA, "conversation_b": value}, f"conversation_b must not be blank; found {found}")
+            for value, found in (
+                (None, "null"),
+                ("", "''"),
+                ([], "a list of 0"),
+                ([user("2+2?"), bot(" ")], "no content in its last message"),
+            )
+        ),
+        *(
+            ({**ARENA, "conversation_a": value}, f"conversation_a must {rule}")
+            for value, rule in (
+                (4, "be a list of messages; found the number 4"),
+                ([4], "have only objects; found the number 4 as turn 1"),
+            )
+        ),
+        (
+            {**WEBGPT, "question": {"full_text": None}},
+            "question.full_text must be text; found null",
+        ),
+        *(
+            (
+                {**REWARDBENCH2, one: value},
+                f"{one} must be text or a list of texts, as {other} is; found {found}",
+            )
+            for one, other in (("chosen", "rejected"), ("rejected", "chosen"))
+            for value, found in ((4, "the number 4"), ([], "a list of 0"), ([None], "a list of 1"))
+        ),
+        (
+            {**REWARDBENCH2, "rejected": None},
+            "rejected must be text or a list of texts, as chosen is; found null",
+        ),
+        ({**REWARDBENCH2, "chosen": [4, "four"]}, "chosen must be text; found the number 4"),
+        ({**REWARDBENCH2, "rejected": ["5\ud800"]}, "rejected must be valid Unicode; found half a"),
         ({**KAGGLE, "prompt": "[null]"}, "prompt must be text; found null"),
         ({**KAGGLE, "prompt": '["2+2?", " "]'}, "prompt must not be blank; found ' '"),
         (
