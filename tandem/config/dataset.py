@@ -47,8 +47,8 @@ class DataConfig:
     """Added to every conversation that has no system turn."""
     chat_template: str = knob(TOKENIZERS_OWN, common=SUPERVISED, path=True)
     """Chat template of every model, saved with it: `tokenizer` (the tokenizer's own, or the default
-    if it has none), a Jinja file, a folder with one, `default` (Human: and Assistant:) or `none`
-    (prompt and answer, with nothing around them; docs/data.md)."""
+    if it has none), a Jinja file, a folder with one, `default` (Human: and Assistant:), `chatml` or
+    `none` (prompt and answer, with nothing around them; docs/data.md)."""
 
     @property
     def own_template(self) -> str:

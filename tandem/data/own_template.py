@@ -1,6 +1,6 @@
 """A chat template of the user's own, in place of the tokenizers' (`dataset.chat_template`).
 
-It is a file, a folder with one, or one of two that come with Tandem. A tokenizer is given it before
+It is a file, a folder with one, or one that comes with Tandem. A tokenizer is given it before
 anything is rendered and is saved with it: nothing needs the file again. No torch: plans read it.
 """
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.config.dataset import TOKENIZERS_OWN, DataConfig
 from tandem.config.schema import RunConfig
-from tandem.data.default_template import DEFAULT_TEMPLATE, PLAIN_TEMPLATE
+from tandem.data.default_template import CHATML_TEMPLATE, DEFAULT_TEMPLATE, PLAIN_TEMPLATE
 from tandem.data.excerpt import excerpt
 from tandem.data.template_limits import sandbox
 from tandem.errors import ConfigError
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 KNOB = "dataset.chat_template"
 KEPT = "chat_template.jinja"
 """The copy in a run's folder: its models can be evaluated without the file."""
-BUILT_IN = {"default": DEFAULT_TEMPLATE, "none": PLAIN_TEMPLATE}
+BUILT_IN = {"default": DEFAULT_TEMPLATE, "chatml": CHATML_TEMPLATE, "none": PLAIN_TEMPLATE}
 _FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 """Where a folder may hold a template, the preferred place first."""
 PROBES = ("yes", "hello", "a", "x", "1")
@@ -180,7 +180,7 @@ def _existing(value: str) -> Path:
         advice = "Save that template as a file, and give it."
     raise ConfigError(
         f"{KNOB} must be a file with a Jinja template, a folder with one, {TOKENIZERS_OWN}, "
-        f"{' or '.join(BUILT_IN)}; got {excerpt(value, 200)}, which does not exist. {advice}"
+        f"{', '.join(BUILT_IN)}; got {excerpt(value, 200)}, which does not exist. {advice}"
     )
 
 

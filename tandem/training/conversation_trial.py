@@ -130,7 +130,7 @@ class _Trial:
     def tools(self, section: str) -> list[str]:
         """Call a tool that there is not: what the user's own do with made-up arguments is not
         known."""
-        advice = "Use a model, or a dataset.chat_template, that is made for tools."
+        advice = "Use a model made for tools, or dataset.chat_template chatml or default."
         environment, reader = self.environment, self.renderer.call_reader
         if reader is None:
             raise ConfigError(

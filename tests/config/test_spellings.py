@@ -171,7 +171,7 @@ def test_a_key_with_the_same_meaning_is_read_with_one_note(
         ("grpo", "trainer.nnodes=2", "'trainer.nnodes=2' belongs to no flag. Use --num-nodes on t"),
         ("grpo", "grpo.steps=2", "'grpo.steps=2' belongs to no flag. Write --grpo.steps=2"),
         ("grpo", "x=2", "'x=2' belongs to no flag"),
-        ("sft", "--template llama3", "Use --chat-template: a Jinja file; without it the tokenize"),
+        ("sft", "--template llama3", "Use --chat-template: a Jinja file, or chatml; without it"),
         ("grpo", "--apply_chat_template", "Use --chat-template: on is the default, off is none"),
         ("dpo", "--dataset_train_split s", "Use --data: behind the name, as in NAME@/SPLIT or NA"),
         ("sft", "--dataset d.json", "Use --data: files or hub names; a dataset_info.json is not r"),

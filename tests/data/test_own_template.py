@@ -21,6 +21,7 @@ from tandem.data.render import Renderer
 from tandem.errors import ConfigError, DataError, ModelError
 from tandem.types import Message, Source
 from tests.data.built_tokenizers import CHATML, PLAIN, byte_level, sentencepiece
+from tests.data.test_tool_rendering import DIALOG, GIVEN, TOOLS, built, hf
 
 HERE = Source("rows", "rows.jsonl", 1)
 ASKED = (Message("user", "hello there"),)
@@ -101,7 +102,7 @@ def test_a_link_to_nothing_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "advice"),
     [
-        ("chatml", "Save that template as a file, and give it."),
+        ("llama3", "Save that template as a file, and give it."),
         ("defualt", "Did you mean default?"),
         ("{{ messages[0].content }}", "Write the template to a file, and give that."),
         ("x" * 5000, "Save that template as a file"),
@@ -220,7 +221,41 @@ def test_a_runs_copy_is_read_in_place_of_the_file(tmp_path: Path) -> None:
     assert kept_with(given, tmp_path) == given
     written(tmp_path / KEPT)
     assert kept_with(given, tmp_path).chat_template == str(tmp_path / KEPT)
-    for value in ("tokenizer", "none", "default"):
+    for value in ("tokenizer", *BUILT_IN):
         assert kept_with(DataConfig(chat_template=value), tmp_path).chat_template == value
     assert DataConfig(chat_template="").chat_template == "tokenizer"
     assert DataConfig().own_template == ""
+
+
+@pytest.mark.parametrize("name", ["default", "chatml"])
+def test_built_in_templates_write_tools_and_calls_that_are_read_back(name: str) -> None:
+    own = read_template(name)
+    tokenizer = built(PLAIN)
+    assert put_template(tokenizer, own) is own
+    renderer = Renderer(tokenizer, None, own)
+    assert renderer.call_reader is not None
+    dialog = [{"role": "system", "content": "Be kind."}, *DIALOG]
+    shown = tokenizer.decode(renderer.prompt(dialog[:4], tools=TOOLS).token_ids)
+    for part in ("Be kind.", '"weather_of"', f'"arguments": {GIVEN}}}</tool_call>', '"rain"'):
+        assert shown.count(part) == 1 + (part == '"weather_of"')  # the schema, and the call
+    for end in (1, 2, 4, 6):
+        for tools in (None, TOOLS):
+            ids = renderer.prompt(dialog[:end], tools=tools or "").token_ids if end > 1 else ()
+            if ids:
+                assert list(ids) == hf(tokenizer, dialog[:end], tools, True)
+
+
+def test_chatml_is_that_of_others_where_there_are_no_tools() -> None:
+    own = read_template("chatml")
+    tokenizer, other = byte_level(), byte_level(CHATML)
+    put_template(tokenizer, own)
+    renderer, theirs = Renderer(tokenizer, None, own), Renderer(other)
+    turns = [Message("system", "Be kind."), *ASKED, Message("assistant", "yes"), *ASKED]
+    for prompt in (list(ASKED), turns):
+        assert renderer.prompt(prompt).token_ids == theirs.prompt(prompt).token_ids
+        row = renderer.conversation(prompt, "no", HERE)
+        assert row == theirs.conversation(prompt, "no", HERE)
+    lacking = sentencepiece()
+    put_template(lacking, own)
+    with pytest.raises(ModelError, match="chatml must end an answer with a control token"):
+        Renderer(lacking, None, own)
