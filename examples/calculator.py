@@ -4,7 +4,7 @@
     tandem sft --actor-model MODEL --data dialogs.jsonl --output-dir runs/sft
     tandem grpo --actor-model runs/sft/sft --data questions.jsonl --output-dir runs/calculator \
         --grpo.tools examples/calculator.py:multiply \
-        --reward-function examples/calculator.py:right
+        --reward-function examples/calculator.py:right --dataset.max-prompt-tokens 512
 
 dialogs.jsonl has dialogs of somebody who calls the tool half of the time, not always with the right
 numbers, and guesses otherwise; questions.jsonl has questions with their answers. docs/tools.md says

@@ -189,7 +189,9 @@ class Calls:
             raise
         except Exception:  # a template is a program, and some take one call at a time
             return ""
-        return text.removeprefix(self.lead).rstrip().removesuffix(self.terminator)
+        text = text.removeprefix(self.lead).rstrip().removesuffix(self.terminator)
+        # An answer would have ended before a call that what ends it stands in.
+        return "" if self.terminator and self.terminator in text else text
 
     def _works(self, has_tools: bool, form: CallForm) -> bool:
         try:

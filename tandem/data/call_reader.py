@@ -14,9 +14,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.data.argument_types import typed
 from tandem.data.excerpt import excerpt
 
-DECODER = json.JSONDecoder()
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object with each key once: Python would keep the last alone."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key twice")
+    return found
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_once)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +67,17 @@ class CallReader(ABC):
         """
         if not self._before.text:
             return self._bare(text, types)
-        found = self._before.search(text, 0)
-        if found is None:
+        words: list[str] = []
+        calls: list[Called] = []
+        at = 0
+        while (found := self._before.search(text, at)) and not self._joins(text, found[0]):
+            words.append(text[at : found[0]])
+            some, at = self._calls(text, found[1], types)
+            calls += some
+        if not calls:
             return text, []
-        words, (start, end) = text[: found[0]], found
-        if self._joins(text, start):
-            return text, []
-        calls, end = self._calls(text, end, types)
-        rest = text[end:].strip()
-        return "\n".join(part for part in (words.rstrip(), rest) if part), calls
+        words = [words[0].rstrip(), *(part.strip() for part in (*words[1:], text[at:]))]
+        return "\n".join(filter(None, words)), calls
 
     def words_end(self, text: str) -> int:
         """How much of a text that may go on is words, whatever follows: up to where a call begins,
@@ -82,12 +94,22 @@ class CallReader(ABC):
         return first.isalnum() and start > 0 and text[start - 1].isalnum()
 
     def _bare(self, text: str, types: Mapping[str, Mapping[str, str]]) -> tuple[str, list[Called]]:
-        """Of a template that writes nothing before a call: a whole answer that is one, or words."""
-        try:
-            calls, end = self._calls(text, 0, types)
-        except CallError:
+        """Of a template that writes nothing before a call: a whole answer that calls a function of
+        those that are listed, or words.
+
+        Raises:
+            CallError: it begins like such a call.
+        """
+        if self._named(text) not in types:
             return text, []
-        return ("", calls) if not text[end:].strip() else (text, [])
+        calls, end = self._calls(text, 0, types)
+        if rest := text[end:].strip():
+            raise CallError(f"a call must be the whole answer; got {excerpt(rest)} behind it")
+        return "", calls
+
+    def _named(self, text: str) -> str:
+        """The name in a call that a text begins with, whether it is whole or not."""
+        return ""
 
     @abstractmethod
     def _calls(
@@ -99,11 +121,15 @@ class CallReader(ABC):
         """Where the calls end, of which the last one ends at `at`: a stop may have cut what ends
         them."""
         found, rest = self._after.match(text, at), text[at:].strip()
-        if found is not None:
-            return found
+        if found is not None or not self._after.text:
+            return at if found is None else found
         if not self._after.text.startswith(rest):
             raise CallError(f"a call must end with {self._after.text!r}; got {excerpt(rest)}")
         return len(text) if rest else at
+
+
+_BESIDE = ("id", "type", "index", "tool_call_id")
+"""What a call's object may have beside name and arguments."""
 
 
 class JsonReader(CallReader):
@@ -115,6 +141,8 @@ class JsonReader(CallReader):
         """path: keys that lead from the value to what holds name and arguments."""
         super().__init__(before, between, after)
         self._path, self._keys = path, keys
+        key = re.escape(json.dumps(keys.name))
+        self._name_in = re.compile(rf'\s*\[?\s*{{[^{{}}]*{key}\s*:\s*"([^"]*)"')
 
     def _calls(
         self, text: str, at: int, types: Mapping[str, Mapping[str, str]]
@@ -128,6 +156,10 @@ class JsonReader(CallReader):
                 return calls, self._ended(text, at)
             at = following
 
+    def _named(self, text: str) -> str:
+        found = self._name_in.match(text)
+        return found[1] if found else ""
+
     def _call(self, value: Any) -> Called:
         inner = value
         for key in self._path:
@@ -136,8 +168,12 @@ class JsonReader(CallReader):
         if not isinstance(inner, dict) or not isinstance(name, str) or not name:
             shown = excerpt(json.dumps(value, ensure_ascii=False))
             raise CallError(f"a call must be an object with {self._keys.name!r}; got {shown}")
-        known = value.get("id")
-        arguments = _object(inner.get(self._keys.arguments), self._keys.arguments)
+        ours, known = self._keys.arguments, value.get("id")
+        given = [key for key in (ours, "arguments", "parameters") if key in inner]
+        others = [key for key in inner if key not in (self._keys.name, *given[:1], *_BESIDE)]
+        if others:  # without them it would be another call
+            raise CallError(f"a call's arguments must be in {ours!r}; got {excerpt(others[0])}")
+        arguments = _object(inner[given[0]] if given else None, ours)
         return Called(name, arguments, known if isinstance(known, str) else "")
 
 
@@ -207,7 +243,7 @@ class TaggedReader(CallReader):
                 key = _name(text[end:start])
                 which, start, end = _earliest(text, value_at, self._ends, f"the argument {key}")
                 written = text[value_at:start]
-                arguments[key] = _typed(written, types.get(name, {}).get(key, ""))
+                arguments[key] = typed(written, types.get(name, {}).get(key, ""))
                 is_last = which == 2
             calls.append(Called(name, arguments))
             at = end
@@ -344,36 +380,3 @@ def _earliest(text: str, at: int, literals: Sequence[_Literal], what: str) -> tu
         raise CallError(f"{what} must be followed by {expected}; got {excerpt(text[at:])}")
     start, end, which = min(found)
     return which, start, -end
-
-
-def argument_types(tools: str) -> dict[str, dict[str, str]]:
-    """The type of each argument of each function that is listed; "" where several are possible.
-
-    Args:
-        tools: a list of JSON schemas, as JSON text; "" for none.
-    """
-    found = {}
-    for tool in json.loads(tools or "[]"):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict):
-            continue
-        parameters = function.get("parameters")
-        properties = parameters.get("properties") if isinstance(parameters, dict) else None
-        types = {
-            key: value.get("type")
-            for key, value in (properties if isinstance(properties, dict) else {}).items()
-            if isinstance(value, dict)
-        }
-        known = {key: kind if isinstance(kind, str) else "" for key, kind in types.items()}
-        found[str(function.get("name"))] = known
-    return found
-
-
-def _typed(text: str, kind: str) -> Any:
-    """An argument's value: text where its schema says so, else JSON if it is some."""
-    if kind == "string":
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text

@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from tandem.data.argument_types import argument_types
 from tandem.data.call_form import json_of
 from tandem.data.call_probe import call_id
-from tandem.data.call_reader import CallError, CallReader, argument_types
+from tandem.data.call_reader import CallError, CallReader
 from tandem.data.rows import RowProblem
 from tandem.data.tools import read_calls
 from tandem.errors import DataError
 from tandem.message import Answer, Message, answer_text, answer_turn
 from tandem.types import Source, TokenRow
+
+_THOUGHT_BEGINS, _THOUGHT_ENDS = "<think>", "</think>"
+"""Around what a model thinks before it speaks, where nothing is a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +41,12 @@ def spoken(
         messages: the turns before it: calls without an id get the next number for one.
     """
     words = Message("assistant", text)
-    if reader is None or not tools:
+    thought, end, said = text.rpartition(_THOUGHT_ENDS)
+    if reader is None or not tools or (not end and _THOUGHT_BEGINS in said):
         return Spoken(words)
     try:
-        content, calls = reader.read(text, argument_types(tools))
+        content, calls = reader.read(said, argument_types(tools))
+        content = thought + end + content
         before = sum(len(json.loads(turn.tool_calls)) for turn in messages if turn.tool_calls)
         named = [
             call if call.id else replace(call, id=call_id(before + i))

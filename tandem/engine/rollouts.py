@@ -209,4 +209,4 @@ def _grown(row: PromptRow) -> tuple[Any, ...] | None:
     """What a conversation's row has that its prompt's does not tell; None for a plain prompt."""
     if not isinstance(row, ConversationRow):
         return None
-    return row.token_ids, row.messages, row.given, row.end, row.failed_calls
+    return row.token_ids, row.messages, row.given, row.end, row.calls, row.failed_calls

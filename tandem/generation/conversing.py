@@ -21,11 +21,12 @@ class ConversationRow(PromptRow):
 
     token_ids: of the whole conversation up to where that answer begins, as it was sampled and
     heard. messages: the same as turns. given: how many of them are the data's. end: how it ended.
-    failed_calls: of tools, in all its answers.
+    calls, failed_calls: of tools, that were made and that failed.
     """
 
     given: int = 0
     end: End = ""
+    calls: int = 0
     failed_calls: int = 0
 
     @staticmethod

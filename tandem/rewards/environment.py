@@ -189,13 +189,15 @@ class Tally:
 
     num_asked: answers. num_calls: calls of tools in them. ends, calls: by the places of their
     conversations, those answers and calls that it failed on: where the row came from, the kind of
-    failure, and its message.
+    failure, and its message. no_room: those to which it said more than leaves room for an answer:
+    where the row came from, and how much.
     """
 
     num_asked: int = 0
     num_calls: int = 0
     ends: dict[int, tuple[str, str, str]] = field(default_factory=dict)
     calls: dict[int, list[tuple[str, str, str]]] = field(default_factory=dict)
+    no_room: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def told(self, label: str, others: Sequence[Tally] = ()) -> list[str]:
         """What to tell the user of it, and of those of the other ranks.
@@ -203,8 +205,13 @@ class Tally:
         Args:
             label: the environment's.
         """
-        ranks = (self, *others)
-        told = []
+        ranks, told = (self, *others), []
+        asked = sum(rank.num_asked for rank in ranks)
+        if full := [rank.no_room[place] for rank in ranks for place in sorted(rank.no_room)]:
+            told.append(
+                f"no answer had room behind what {label} said to {len(full)} of {asked} answers, "
+                f"where their conversations end; the first: {full[0][0]}: {full[0][1]}"
+            )
         calls = [f for rank in ranks for place in sorted(rank.calls) for f in rank.calls[place]]
         if calls:
             told.append(
@@ -214,8 +221,8 @@ class Tally:
         ends = [rank.ends[place] for rank in ranks for place in sorted(rank.ends)]
         if ends:
             told.append(
-                f"{label} failed on {len(ends)} of {sum(rank.num_asked for rank in ranks)} answers "
-                f"({_kinds(ends)}), where their conversations end; {_first(ends)}"
+                f"{label} failed on {len(ends)} of {asked} answers ({_kinds(ends)}), where their "
+                f"conversations end; {_first(ends)}"
             )
         return told
 
@@ -233,10 +240,14 @@ def _first(failures: Sequence[tuple[str, str, str]]) -> str:
 
 class Replies:
     """What an environment says to one answer after another, as it comes. A context manager; leaving
-    it ends what still answers."""
+    it ends what still answers.
+
+    Attributes:
+        environment: whose.
+    """
 
     def __init__(self, environment: Environment) -> None:
-        self._environment = environment
+        self.environment = environment
         self._feed: Feed | None = None
         self._thread: threading.Thread | None = None
         self._came: queue.SimpleQueue[tuple[int, Outcome] | BaseException] = queue.SimpleQueue()
@@ -251,13 +262,13 @@ class Replies:
             return
         self._feed.close()
         if error is not None:
-            self._environment.close()  # else Ctrl-C would wait for deadlines
+            self.environment.close()  # else Ctrl-C would wait for deadlines
         self._thread.join()
         self._feed.end()
 
     def ask(self, said: Said) -> int:
         """Ask about an answer; the number that `came` names it by."""
-        environment, number = self._environment, self._num_asked
+        environment, number = self.environment, self._num_asked
         self._num_asked += 1
         self._said[number] = said
         if said.problem and environment.tools:
@@ -298,7 +309,7 @@ class Replies:
             if isinstance(item, BaseException):
                 raise item
             number, outcome = item
-            found.append((number, self._environment._answered(self._said.pop(number), outcome)))
+            found.append((number, self.environment._answered(self._said.pop(number), outcome)))
         return found
 
     def _serve(self, pool: WorkerPool, feed: Feed) -> None:

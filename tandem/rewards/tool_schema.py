@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, get_type_hints
@@ -25,6 +26,9 @@ def offered_tools(names: Sequence[str], knob: str) -> str:
         ConfigError: a name leads nowhere, or a function cannot be described to a model.
     """
     schemas = [tool_schema(named_function(name, knob), f"{knob} {name}") for name in names]
+    counted = Counter(schema["function"]["name"] for schema in schemas)
+    if twice := [name for name, number in counted.items() if number > 1]:
+        raise ConfigError(f"{knob} must have names of their own; got {twice[0]} twice.")
     return read_tools(schemas) if schemas else ""
 
 
@@ -49,6 +53,8 @@ def tool_schema(function: ToolFunction, where: str = "tool") -> dict[str, Any]:
     try:
         if parameters_of(function) is None:
             raise TypeError("its signature is not known.")
+        if inspect.isclass(source):
+            raise TypeError("a class.")
         # A callable object has its hints and its words at `__call__`.
         known = source if inspect.isroutine(source) else type(source).__call__
         hints = get_type_hints(known)

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import NoneType
 from typing import Any
 
 from tandem.rewards.binding import parameters_of
@@ -81,7 +83,7 @@ class ToolBox:
         self,
         calls: Sequence[Mapping[str, Any]],
         messages: Sequence[Turn],
-        offered: Sequence[str],
+        offered: Mapping[str, Mapping[str, Any]],
         columns: Mapping[str, Any],
     ) -> list[Turn]:
         """What a policy hears of its calls, a turn of role tool each, with `failure` (the reason)
@@ -90,7 +92,8 @@ class ToolBox:
         Args:
             calls: as data has them, with an object as arguments.
             messages: all turns so far. columns: of the data's row.
-            offered: names of the tools that the prompt lists; empty: all.
+            offered: the tools that the prompt lists, by name the schema of each argument; empty:
+                all.
         """
         return [self._turn(call, messages, offered, columns) for call in calls]
 
@@ -98,7 +101,7 @@ class ToolBox:
         self,
         call: Mapping[str, Any],
         messages: Sequence[Turn],
-        offered: Sequence[str],
+        offered: Mapping[str, Mapping[str, Any]],
         columns: Mapping[str, Any],
     ) -> Turn:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -109,7 +112,7 @@ class ToolBox:
             if function is None or (offered and name not in offered):
                 known = ", ".join(offered or self.names)
                 raise CallError("result", f"there is no tool {visible(name)[:50]}, only {known}")
-            given, named = _arguments(function, arguments)
+            given, named = _arguments(function, arguments, offered.get(name, {}))
             own: dict[str, Any] = {}
             for parameter in own_parameters(function):
                 if parameter.name == "messages":
@@ -147,10 +150,12 @@ def _tool_turn(call: Mapping[str, Any], text: str, outcome: Outcome) -> Turn:
 
 
 def _arguments(
-    function: ToolFunction, arguments: Mapping[str, Any]
+    function: ToolFunction, arguments: Mapping[str, Any], schemas: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """A call's arguments by position and by name.
 
+    Args:
+        schemas: of each argument, as the prompt shows them.
     Raises:
         CallError: the function takes others.
     """
@@ -164,16 +169,74 @@ def _arguments(
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in arguments]
     if missing:
         raise CallError("result", f"{tool_name(function)} takes {listed}; {missing[0]} is missing")
-    by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in arguments]
-    named = {key: value for key, value in arguments.items() if key not in by_place}
-    return [arguments[name] for name in by_place], named
+    for key, value in arguments.items():
+        if wrong := _unlike(value, schemas.get(key)):
+            raise CallError("result", f"{key} must be {wrong}; got {_shown(value)}")
+    places = [p for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    last = max((i for i, p in enumerate(places) if p.name in arguments), default=-1)
+    given = [arguments.get(p.name, p.default) for p in places[: last + 1]]
+    by_place = {p.name for p in places}
+    return given, {key: value for key, value in arguments.items() if key not in by_place}
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (NoneType,),
+}
+
+
+def _unlike(value: Any, schema: Any) -> str:
+    """What a value must be to be of a JSON schema; "" if it is, as far as type and enum say."""
+    if not isinstance(schema, Mapping):
+        return ""
+    if value is None and schema.get("nullable") is True:
+        return ""
+    choices = schema.get("enum")
+    if isinstance(choices, list) and value not in choices:
+        return f"one of {_shown(choices)[1:-1]}"
+    kind = schema.get("type")
+    kinds = [kind] if isinstance(kind, str) else kind if isinstance(kind, list) else []
+    if not kinds or not all(each in _TYPES for each in kinds):
+        return ""
+    is_one = any(
+        isinstance(value, _TYPES[each]) and (not isinstance(value, bool) or each == "boolean")
+        for each in kinds
+    )
+    return "" if is_one else f"of type {' or '.join(kinds)}"
+
+
+def _shown(value: Any) -> str:
+    return visible(json.dumps(value, ensure_ascii=False))[:80]
 
 
 def _text(value: Any) -> str:
-    """What a function returned, as a model reads it: text as it is, else JSON where it is some."""
+    """What a function returned, as a model reads it: text as it is, else JSON where it is some.
+
+    Raises:
+        CallError: it is neither, or no valid Unicode.
+    """
     if isinstance(value, str) and value.strip():
-        return value
+        text = value
+    else:
+        try:
+            text = json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError):
+            text = str(value)
+        if _ADDRESS.search(text):  # which is another in every process
+            kind = type(value).__name__
+            raise CallError(
+                "result", f"it returned a value of type {kind}, which is no text and no JSON"
+            )
     try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):
-        return str(value) or json.dumps("")
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise CallError("result", "it returned half a surrogate pair") from None
+    return text or json.dumps("")
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")

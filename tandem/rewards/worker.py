@@ -254,11 +254,14 @@ class _Worker:
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
             os.dup2(nowhere, descriptor)
+        own = os.getpid()
         while (content := receive(self._connection)) is not None:
             seconds, prompts, completions, columns = pickle.loads(content)
             seed_by(completions)
             limits.limit_cpu(seconds)
             outcomes = self._outcomes(Call(prompts, completions, columns))
+            if os.getpid() != own:  # a process that the function forked and that returned, too
+                os._exit(0)
             with suppress(Exception):
                 sys.stdout.flush()
             reply = {

@@ -138,6 +138,7 @@ class _Asked:
     row: ConversationRow
     token_ids: tuple[int, ...]
     turns: tuple[Message, ...]
+    num_calls: int
 
 
 class _Talk:
@@ -163,9 +164,11 @@ class _Talk:
         answer = self._renderer.spoken(text, row.tools, row.messages)
         turns = (*row.messages, answer.turn)
         said = Said(as_dicts(turns), row.columns, str(row.source), row.tools, answer.problem)
-        self._asked[self._replies.ask(said)] = _Asked(place, row, tuple(token_ids), turns)
+        calls = len(said.calls) + bool(said.problem) if self._replies.environment.tools else 0
+        asked = _Asked(place, row, tuple(token_ids), turns, calls)
+        self._asked[self._replies.ask(said)] = asked
         self.tally.num_asked += 1
-        self.tally.num_calls += len(said.calls) + bool(said.problem)
+        self.tally.num_calls += calls
 
     def going_on(self, *, wait: bool) -> Sequence[tuple[int, ConversationRow]]:
         """The conversations of which it has said something by now."""
@@ -189,14 +192,18 @@ class _Talk:
         if outcome.turns is None:
             return ended("over")
         wrong = [turn for turn in outcome.turns if "failure" in turn]
+        if asked.num_calls:
+            calls, failed = row.calls + asked.num_calls, row.failed_calls + len(wrong)
+            row = replace(row, calls=calls, failed_calls=failed)
         if wrong:
-            row = replace(row, failed_calls=row.failed_calls + len(wrong))
             self.tally.calls.setdefault(asked.place, []).extend(
                 (source, turn["failure"], f"{turn.get('name', 'unreadable')}: {turn['error']}")
                 for turn in wrong
             )
-        if sum(len(turn["content"]) for turn in outcome.turns) > _MOST_LETTERS * self.longest:
-            return ended("tokens")  # to tokenize a megabyte would hold all others up
+        letters = sum(len(turn["content"]) for turn in outcome.turns)
+        if letters > _MOST_LETTERS * self.longest:  # to tokenize a megabyte would hold others up
+            self.tally.no_room[asked.place] = source, f"{letters:,} letters"
+            return ended("tokens")
         try:
             turns = turns_in(outcome.turns)
             heard = renderer.heard(row.messages, turns, row.source, row.tools)
@@ -207,6 +214,9 @@ class _Talk:
         closing = () if is_closed else (renderer.terminator_id,)  # a stop string ended it
         token_ids = (*row.token_ids, *asked.token_ids, *closing, *heard)
         if len(token_ids) > self.longest:
+            before = len(token_ids) - len(heard)
+            told = f"{len(heard):,} tokens behind {before:,}; prompts may have {self.longest:,}"
+            self.tally.no_room[asked.place] = source, told
             return ended("tokens")
         return replace(row, token_ids=token_ids, messages=(*asked.turns, *turns))
 
@@ -269,7 +279,7 @@ def conversation_metrics(rollout: Rollout) -> dict[str, float]:
         "environment_failed": share("failed"),
     }
     if any(row.tools for row in rows):
-        calls = sum(turn.role == "tool" for row in rows for turn in row.messages[row.given :])
+        calls = sum(row.calls for row in rows)
         found["tool_calls"] = calls / len(rows)
         found["tool_calls_failed"] = sum(row.failed_calls for row in rows) / max(1, calls)
     return found

@@ -252,7 +252,7 @@ def _weights(path: str, config: RunConfig) -> float:
 def columns_problems(config: RunConfig, rows: StepRows) -> list[str]:
     """What keeps reward functions from being called with the columns of the prompts."""
     functions = rl_section(config).reward_function
-    if not functions:
+    if not functions or not (rows.prompts or rows.heldout_prompts):
         return []
     account, wanted = columns_given(config, rows), config.scoring.answer_column
     columns = account.names
@@ -274,6 +274,10 @@ def _empty_steps(config: RunConfig, rows: StepRows) -> list[str]:
         if not rows.of(stage):
             advice = "See the data account above, --data-split, and the lengths"
             causes = why_none(rows.ledger, stage.share) or [advice]
+            if stage.share == "prompts" and rl_section(config).tools:
+                section = rl_stage(config.stages).section
+                room = f"dataset.max_prompt_tokens is {config.dataset.max_prompt_tokens}"
+                causes.append(f"The schemas of {section}.tools are in each prompt, and {room}")
             told = f"stage {stage.name} must have at least one row; got none"
             problems.append(". ".join((told, *causes)))
     return problems

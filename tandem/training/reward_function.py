@@ -247,4 +247,6 @@ def _answers(rollout: Rollout, rewards: RewardFunctions, renderer: Renderer | No
 
 
 def _prompt(row: PromptRow) -> str:
-    return row.messages[-1].content
+    """The text of the last user turn: behind it may be calls of tools and what they returned."""
+    users = [turn.content for turn in row.messages if turn.role == "user"]
+    return users[-1] if users else row.messages[-1].content

@@ -248,8 +248,7 @@ def _problems(options: Namespace, config: RunConfig) -> list[str]:
         names = ", ".join(filter(None, (rl.environment, *rl.tools)))
         problems.append(
             f"--write pairs must go with single answers: conversations ({names}) have no prompt in "
-            f"common but the first. Give --write best, or --{_STAGE.section}.environment '' and no "
-            "tools"
+            "common but the first. Give --write best, or --environment '' --tools"
         )
     if options.write in ("best", "pairs") and not scores(config):
         problems.append(
@@ -323,8 +322,9 @@ def _parser() -> Parser:
     parser.flag("--config FILE", file, shown="none", type=home_path)
     parser.text(paragraph(
         "Other flags are those of tandem ppo --help-all: --top-p, --top-k (1: greedy) and the "
-            "rest of sampling and scoring, --max-prompt-tokens, --on-long-row, --system-prompt, "
-            "--chat-template, --columns, --on-bad-row, --prompts-per-step (prompts answered before "
+            "rest of sampling and scoring, --tools, --environment, --max-prompt-tokens, "
+            "--on-long-row, --system-prompt, --chat-template, --columns, --on-bad-row, "
+            "--prompts-per-step (prompts answered before "
             "rows are written), --generation-batch-size."
     ))  # fmt: skip
     return parser

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tandem.data.argument_types import argument_types, kind_of, typed
 from tandem.data.call_probe import reader_of
-from tandem.data.call_reader import Called, CallError, CallReader, argument_types
+from tandem.data.call_reader import Called, CallError, CallReader
 from tandem.data.render import Renderer
 from tandem.data.spoken import spoken
 from tandem.message import Message
@@ -60,7 +61,7 @@ CALLS = [
     Called("now", {}, "call00002"),
     Called("put", {"where": {"x": [1, {"y": None}]}, "text": "12"}, "call00003"),
 ]
-TYPES = {"say": {"text": "string"}, "put": {"text": "string"}}
+TYPES = {"add": {}, "say": {"text": "string"}, "now": {}, "put": {"text": "string"}}
 
 
 class Template:
@@ -105,7 +106,7 @@ def test_what_a_template_writes_is_read_back(name: str) -> None:
         for several in (CALLS, CALLS[::-1], [CALLS[2]] * 3):
             assert bare(found.read(write(several), TYPES)[1]) == bare(several)
     assert "add" in found.example
-    assert found.read(found.example, {})[1][0].name == "add"
+    assert found.read(found.example, TYPES)[1][0].name == "add"
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -123,9 +124,41 @@ def test_words_are_words(name: str) -> None:
 def test_a_call_alone_is_one_where_nothing_marks_calls() -> None:
     found, write = reader("llama")
     call = write(CALLS[:1])
-    assert found.read(f"\n{call} ", {})[1]
-    for text in (f"Here: {call}", f"{call} and more", f"{call}{call}", '{"name": 3}', "[1, 2]"):
-        assert found.read(text, {}) == (text, [])
+    assert found.read(f"\n{call} ", TYPES)[1]
+    for text in (f"Here: {call}", '{"name": 3}', "[1, 2]", '{"name": "Bob", "age": 3}'):
+        assert found.read(text, TYPES) == (text, [])
+    assert found.read(call, {}) == (call, [])  # no such function is listed
+    for text in (f"{call} and more", f"{call}; {call}"):
+        with pytest.raises(CallError, match="a call must be the whole answer"):
+            found.read(text, TYPES)
+    with pytest.raises(CallError, match="a call must be JSON"):
+        found.read(call[:-3], TYPES)
+
+
+def test_arguments_under_another_name_are_no_call_without_any() -> None:
+    for name in ("hermes", "llama", "openai"):
+        found, write = reader(name)
+        call = write(CALLS[:1])
+        key = "parameters" if name == "llama" else "arguments"
+        other = "arguments" if name == "llama" else "parameters"
+        assert bare(found.read(call.replace(key, other), TYPES)[1]) == bare(CALLS[:1])
+        with pytest.raises(CallError, match=f"arguments must be in '{key}'; got 'args'"):
+            found.read(call.replace(key, "args"), TYPES)
+        with pytest.raises(CallError, match="a call must be JSON"):
+            found.read(call.replace(f'"{key}"', f'"{key}": {{}}, "{key}"'), TYPES)
+
+
+@pytest.mark.parametrize("name", set(FORMS) - {"llama"})
+def test_calls_between_words_are_all_read(name: str) -> None:
+    found, write = reader(name)
+    first, second = write(CALLS[:1]), write(CALLS[1:2])
+    text = f"One:\n{first}\nand two: {second} done."
+    if name in ("hermes", "openai", "tags", "keys and values", "name and json", "other keys"):
+        words, calls = found.read(text, TYPES)
+        assert bare(calls) == bare(CALLS[:2])
+        assert words == "One:\nand two:\ndone."
+    with_end = f"{first} {second}"
+    assert bare(found.read(with_end, TYPES)[1]) == bare(CALLS[:2])
 
 
 @pytest.mark.parametrize(
@@ -201,7 +234,35 @@ def test_types_of_arguments_are_those_of_the_schemas() -> None:
     }
     odd = [{"type": "code"}, {"function": {"name": "f", "parameters": {"properties": {"a": {
         "type": ["string", "null"]}, "b": 3}}}}]  # fmt: skip
-    assert argument_types(json.dumps(odd)) == {"f": {"a": ""}}
+    assert argument_types(json.dumps(odd)) == {"f": {"a": "string?"}}
+    for schema, kind in (
+        ({"type": "string", "nullable": True}, "string?"),
+        ({"type": ["integer", "string"]}, ""),
+        ({"anyOf": [{"type": "integer"}]}, ""),
+        ({"type": ["number"]}, "number"),
+    ):
+        assert kind_of(schema) == kind
+
+
+def test_values_in_tags_may_be_null_or_pythons() -> None:
+    for text, kind, value in (
+        ("null", "string?", None),
+        ("None", "string?", None),
+        ("null", "string", "null"),
+        ("True", "boolean", True),
+        ("None", "", None),
+        ("True", "string", "True"),
+        ("12", "", 12),
+        ("x", "integer", "x"),
+    ):
+        assert typed(text, kind) == value
+    # As Qwen Coder's template writes what is no text.
+    of_lists = "v is mapping or (v is sequence and v is not string)"
+    pythons = FORMS["tags"].replace(_VALUE, f"{{{{ v | tojson if {of_lists} else v | string }}}}")
+    found = reader_of(Template(pythons))
+    assert found is not None
+    written = Template(pythons)([Called("f", {"a": True, "b": None, "c": [1], "d": "x"})])
+    assert found.read(written, {})[1] == [Called("f", {"a": True, "b": None, "c": [1], "d": "x"})]
 
 
 @pytest.mark.parametrize("template", [TAGGED, PYTHONIC, INST, None], ids=range(4))
@@ -228,6 +289,22 @@ def test_a_conversation_with_calls_that_were_read_is_hugging_faces(template: str
     if template:
         del dialog[1]["content"]
         assert whole == hf(tokenizer, dialog, TOOLS, True)
+
+
+def test_nothing_is_a_call_in_thoughts() -> None:
+    renderer, tools = Renderer(built(TAGGED)), json.dumps(TOOLS)
+    call = '<tool_call>{"name": "now"}</tool_call>'
+    for text in (f"<think>maybe {call} hm</think>It is 4.", f"<think>maybe {call}"):
+        assert renderer.spoken(text, tools, ()).turn == Message("assistant", text)
+    thought = f"<think>maybe {call} hm</think>"
+    found = renderer.spoken(f"{thought}\n{call}", tools, ()).turn
+    assert found.content == thought
+    assert len(json.loads(found.tool_calls)) == 1
+
+
+def test_a_form_with_what_ends_answers_in_it_is_none() -> None:
+    template = TAGGED.replace("<tool_call>\n", "<|im_end|>\n", 1)
+    assert Renderer(built(template)).call_reader is None
 
 
 def test_nothing_is_a_call_without_tools_and_bad_ones_stay_text() -> None:

@@ -92,7 +92,7 @@ def test_options_are_bound_and_are_not_the_models() -> None:
 
 def turns(*calls: dict[str, Any], offered: tuple[str, ...] = ()) -> list[str]:
     box = ToolBox([tool_functions.add, tool_functions.look_up])
-    return [turn["content"] for turn in box.turns(calls, [], offered, {})]
+    return [turn["content"] for turn in box.turns(calls, [], {name: {} for name in offered}, {})]
 
 
 def test_a_call_of_something_else_is_answered_with_what_there_is() -> None:
@@ -116,19 +116,77 @@ def test_a_call_of_something_else_is_answered_with_what_there_is() -> None:
         (True, "true"),
         ([1, "é"], '[1, "é"]'),
         (float, "<class 'float'>"),
+        ("a\ud800", "Error: it returned half a surrogate pair"),
+        (
+            (i for i in ""),
+            "Error: it returned a value of type generator, which is no text and no JSON",
+        ),
+        (object(), "Error: it returned a value of type object, which is no text and no JSON"),
     ],
 )
 def test_what_is_returned_is_text_or_json(value: Any, text: str) -> None:
     def given() -> Any:
         return value
 
-    (turn,) = ToolBox([given]).turns([call("given")], [], (), {})
+    (turn,) = ToolBox([given]).turns([call("given")], [], {}, {})
+    turn = {key: each for key, each in turn.items() if key not in ("failure", "error")}
     assert turn == {
         "role": "tool",
         "content": text,
         "tool_call_id": "call00000",
         "name": "given",
     }
+
+
+def test_positional_parameters_keep_their_places() -> None:
+    def placed(a: int = 1, b: int = 2, /, c: int = 3) -> list[int]:
+        return [a, b, c]
+
+    box = ToolBox([placed])
+    for arguments, text in (
+        ({"b": 7}, "[1, 7, 3]"),
+        ({"a": 7, "c": 0}, "[7, 2, 0]"),
+        ({"b": 7, "a": 0, "c": 9}, "[0, 7, 9]"),
+        ({}, "[1, 2, 3]"),
+    ):
+        (turn,) = box.turns([call("placed", **arguments)], [], {}, {})
+        assert turn["content"] == text
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "problem"),
+    [
+        ({"type": "integer"}, "3", 'a must be of type integer; got "3"'),
+        ({"type": "integer"}, True, "a must be of type integer; got true"),
+        ({"type": "boolean"}, 1, "a must be of type boolean; got 1"),
+        ({"type": "number"}, 3, ""),
+        ({"type": ["integer", "null"]}, None, ""),
+        ({"type": "string", "nullable": True}, None, ""),
+        ({"type": "string"}, None, "a must be of type string; got null"),
+        ({"type": "string", "enum": ["x", "y"]}, "z", 'a must be one of "x", "y"; got "z"'),
+        ({"anyOf": [{"type": "string"}]}, 3, ""),
+        (None, 3, ""),
+    ],
+)
+def test_arguments_are_of_the_types_that_the_prompt_shows(
+    schema: Any, value: Any, problem: str
+) -> None:
+    def given(a: Any) -> str:
+        return "yes"
+
+    (turn,) = ToolBox([given]).turns([call("given", a=value)], [], {"given": {"a": schema}}, {})
+    assert turn["content"] == (f"Error: {problem}" if problem else "yes")
+
+
+@LINUX
+def test_a_process_that_a_tool_forks_answers_nothing() -> None:
+    environment = Environment(None, tools=[f"{FILE}:forks", f"{FILE}:add"])
+    try:
+        for _ in range(3):
+            assert heard(environment, said(call("forks"))) == [("mine", "")]
+            assert heard(environment, said(call("add", a=1))) == [("2", "")]
+    finally:
+        environment.close()
 
 
 @LINUX
@@ -202,6 +260,12 @@ def test_names_and_what_fills_parameters_are_checked() -> None:
 def test_failed_calls_are_told_by_kind_with_the_first() -> None:
     one = Tally(3, 4, {}, {2: [("b:2", "exception", "add: TypeError")]})
     other = Tally(1, 1, {0: ("c:1", "timeout", "late")}, {0: [("c:1", "result", "x: no tool x")]})
+    full = Tally(4, 2, no_room={1: ("d:1", "900 tokens behind 60 of 300")})
+    (line,) = full.told("tool add")
+    assert line == (
+        "no answer had room behind what tool add said to 1 of 4 answers, where their conversations "
+        "end; the first: d:1: 900 tokens behind 60 of 300"
+    )
     (line,) = one.told("tool add")
     assert line == (
         "tool add failed on 1 of 4 calls (exception 1), which the policy hears; the first: b:2: "

@@ -229,6 +229,7 @@ def test_schemas_are_transformers_without_what_the_run_fills() -> None:
         (tool_functions.undescribed, "no docstring"),
         (tool_functions.untyped, "a is missing a type hint"),
         (max, "its signature is not known"),
+        (Adder, "got: a class"),
     ):
         with pytest.raises(ConfigError, match=told) as caught:
             tool_schema(function, "grpo.tools x")

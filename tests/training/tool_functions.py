@@ -53,6 +53,11 @@ def ends() -> None:
     os._exit(3)
 
 
+def forks() -> str:
+    """Returns in two processes."""
+    return "mine" if os.fork() else "the other's"
+
+
 def undescribed(a, b):  # type: ignore[no-untyped-def]
     return a
 
