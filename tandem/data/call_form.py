@@ -183,13 +183,17 @@ class Calls:
         """What the template writes of calls, without the end of the turn; "" if it refuses."""
         form = self.form(True) or FORMS[0]
         given = for_template(json_of(calls), as_text=form.as_text)
+        turn = Message("assistant", "", tool_calls=given)
         try:
-            text = self._written(True, Message("assistant", "", tool_calls=given), form)
+            prompt = self._render(self.opening, True, PROBE_TOOLS, form)
+            text = self._render((*self.opening, turn), False, PROBE_TOOLS, form)
         except TimeoutError:
             raise
         except Exception:  # a template is a program, and some take one call at a time
             return ""
-        text = text.removeprefix(self.lead).rstrip().removesuffix(self.terminator)
+        if not text.startswith(prompt):  # where the turn begins is not known
+            return ""
+        text = text[len(prompt) :].removeprefix(self.lead).rstrip().removesuffix(self.terminator)
         # An answer would have ended before a call that what ends it stands in.
         return "" if self.terminator and self.terminator in text else text
 

@@ -305,6 +305,9 @@ def test_nothing_is_a_call_in_thoughts() -> None:
 def test_a_form_with_what_ends_answers_in_it_is_none() -> None:
     template = TAGGED.replace("<tool_call>\n", "<|im_end|>\n", 1)
     assert Renderer(built(template)).call_reader is None
+    # Nor one that writes another prompt once there is a call.
+    moved = "{{ 'Called. ' if (messages | selectattr('tool_calls', 'defined') | list) }}" + TAGGED
+    assert Renderer(built(moved)).call_reader is None
 
 
 def test_nothing_is_a_call_without_tools_and_bad_ones_stay_text() -> None:
