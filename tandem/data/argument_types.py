@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+
+def argument_schemas(tools: Sequence[Any]) -> dict[str, dict[str, Mapping[str, Any]]]:
+    """The schema of each argument of each function that is listed, as far as there are some."""
+    found = {}
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping):
+            continue
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        given = properties.items() if isinstance(properties, Mapping) else ()
+        known = {key: value for key, value in given if isinstance(value, Mapping)}
+        found[str(function.get("name"))] = known
+    return found
 
 
 def argument_types(tools: str) -> dict[str, dict[str, str]]:
@@ -13,23 +28,21 @@ def argument_types(tools: str) -> dict[str, dict[str, str]]:
     Args:
         tools: a list of JSON schemas, as JSON text; "" for none.
     """
-    found = {}
-    for tool in json.loads(tools or "[]"):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict):
-            continue
-        parameters = function.get("parameters")
-        properties = parameters.get("properties") if isinstance(parameters, dict) else None
-        given = properties.items() if isinstance(properties, dict) else ()
-        known = {key: kind_of(value) for key, value in given if isinstance(value, dict)}
-        found[str(function.get("name"))] = known
-    return found
+    return {
+        name: {key: kind_of(schema) for key, schema in schemas.items()}
+        for name, schemas in argument_schemas(json.loads(tools or "[]")).items()
+    }
+
+
+def kinds_of(schema: Mapping[str, Any]) -> list[Any]:
+    """The types that a schema names."""
+    kind = schema.get("type")
+    return [kind] if isinstance(kind, str) else kind if isinstance(kind, list) else []
 
 
 def kind_of(schema: Mapping[str, Any]) -> str:
     """The type that a schema names, with "?" behind it where null is one, too; "" for several."""
-    kind = schema.get("type")
-    kinds = [kind] if isinstance(kind, str) else kind if isinstance(kind, list) else []
+    kinds = kinds_of(schema)
     others = [each for each in kinds if each != "null"]
     if len(others) != 1:
         return ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.data.call_probe import reader_of
-from tandem.data.call_reader import Called, CallReader
+from tandem.data.call_reader import THOUGHT_BEGINS, Called, CallReader
 from tandem.data.changed_json import PROBE
 from tandem.data.template_limits import deadline
 from tandem.data.tools import checked_calls, for_template
@@ -176,7 +176,12 @@ class Calls:
         writes none, or in a form that is not known."""
         if not self._readers:
             with deadline():
-                self._readers = [reader_of(self._write) if self.form(True) else None]
+                form = self.form(True)
+                reader = reader_of(self._write) if form else None
+                if reader is not None:
+                    prompt = self._render(self.opening, True, PROBE_TOOLS, form)
+                    reader.in_thought = prompt.rstrip().endswith(THOUGHT_BEGINS)
+                self._readers = [reader]
         return self._readers[0]
 
     def _write(self, calls: Sequence[Called]) -> str:

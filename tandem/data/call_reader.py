@@ -42,14 +42,20 @@ class CallError(ValueError):
     """A call that cannot be read; the text says what is wrong with it."""
 
 
+THOUGHT_BEGINS, THOUGHT_ENDS = "<think>", "</think>"
+"""Around what a model thinks before it speaks."""
+
+
 class CallReader(ABC):
     """Reads the calls in an answer.
 
     Attributes:
-        example: a call as the template writes it.
+        example: a call as the template writes it. in_thought: whether answers begin within a
+            thought, which the prompt opens.
     """
 
     example = ""
+    in_thought = False
 
     def __init__(self, before: str, between: str | None, after: str) -> None:
         """What the template writes before the first call, between two (None: nothing divides them)
@@ -82,6 +88,17 @@ class CallReader(ABC):
     def words_end(self, text: str) -> int:
         """How much of a text that may go on is words, whatever follows: up to where a call begins,
         or may be beginning."""
+        begin = self.speech_begins(text)
+        return begin + self._words_end(text[begin:])
+
+    def speech_begins(self, text: str) -> int:
+        """Where an answer's thoughts end, in which nothing is a call; its length within one."""
+        end = text.rfind(THOUGHT_ENDS)
+        if end >= 0:
+            return end + len(THOUGHT_ENDS)
+        return len(text) if self.in_thought or THOUGHT_BEGINS in text else 0
+
+    def _words_end(self, text: str) -> int:
         if not self._before.text:
             begin = text.lstrip()[:1]
             return len(text) if begin and begin not in "{[" else 0

@@ -41,6 +41,7 @@ first and the schemas of tools before it. PREFIX becomes what the tokenizer puts
 BOS). `generation` marks what the assistant writes for trainers that ask Hugging Face for a mask of
 it."""
 
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML_TEMPLATE = _filled("""\
 {{- PREFIX }}
 {%- if tools %}

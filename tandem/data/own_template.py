@@ -16,10 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.config.dataset import TOKENIZERS_OWN, DataConfig
 from tandem.config.schema import RunConfig
-from tandem.data.default_template import CHATML_TEMPLATE, DEFAULT_TEMPLATE, PLAIN_TEMPLATE
+from tandem.data.default_template import (
+    CHATML_TEMPLATE,
+    CHATML_TOKENS,
+    DEFAULT_TEMPLATE,
+    PLAIN_TEMPLATE,
+)
 from tandem.data.excerpt import excerpt
 from tandem.data.template_limits import sandbox
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, ModelError
 from tandem.text import first_line, visible
 
 if TYPE_CHECKING:
@@ -86,9 +91,19 @@ def put_template(
             what it was trained on.
     Returns:
         the template that it was given, if it was.
+    Raises:
+        ModelError: it has no tokens for ChatML.
     """
     if own is None or (unless_its_own and tokenizer.chat_template):
         return None
+    if own.source == BUILT_IN["chatml"]:
+        lacking = [token for token in CHATML_TOKENS if token not in tokenizer.get_vocab()]
+        if lacking:
+            raise ModelError(
+                f"{own.name} must go with a tokenizer that has the tokens "
+                f"{' and '.join(CHATML_TOKENS)}; got {tokenizer.name_or_path!r}, which lacks "
+                f"{lacking[0]}. Use {KNOB} default."
+            )
     tokenizer.chat_template = own.filled(text_before(tokenizer)[1])
     return own
 
@@ -185,7 +200,7 @@ def _existing(value: str) -> Path:
 
 
 def _nearest(path: Path, value: str) -> str:
-    if near := get_close_matches(value, [TOKENIZERS_OWN, *BUILT_IN], 1, cutoff=0.75):
+    if near := get_close_matches(value.lower(), [TOKENIZERS_OWN, *BUILT_IN], 1, cutoff=0.75):
         return near[0]
     try:
         here = [found.name for found in path.parent.iterdir()]

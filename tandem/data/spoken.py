@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Protocol
 
 from tandem.data.argument_types import argument_types
@@ -16,9 +17,6 @@ from tandem.data.tools import read_calls
 from tandem.errors import DataError
 from tandem.message import Answer, Message, answer_text, answer_turn
 from tandem.types import Source, TokenRow
-
-_THOUGHT_BEGINS, _THOUGHT_ENDS = "<think>", "</think>"
-"""Around what a model thinks before it speaks, where nothing is a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +39,16 @@ def spoken(
         messages: the turns before it: calls without an id get the next number for one.
     """
     words = Message("assistant", text)
-    thought, end, said = text.rpartition(_THOUGHT_ENDS)
-    if reader is None or not tools or (not end and _THOUGHT_BEGINS in said):
+    if reader is None or not tools:
         return Spoken(words)
+    begin = reader.speech_begins(text)
     try:
-        content, calls = reader.read(said, argument_types(tools))
-        content = thought + end + content
-        before = sum(len(json.loads(turn.tool_calls)) for turn in messages if turn.tool_calls)
-        named = [
-            call if call.id else replace(call, id=call_id(before + i))
-            for i, call in enumerate(calls)
-        ]
+        content, calls = reader.read(text[begin:], argument_types(tools))
+        content = text[:begin] + content
+        earlier = [c for turn in messages if turn.tool_calls for c in json.loads(turn.tool_calls)]
+        taken = {call.get("id") for call in earlier}
+        free = (each for each in map(call_id, count(len(earlier))) if each not in taken)
+        named = [call if call.id else replace(call, id=next(free)) for call in calls]
         listed = read_calls(json_of(named), "tool_calls", 1)
     except CallError as error:
         return Spoken(words, str(error))

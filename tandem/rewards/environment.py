@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.config.scoring import ScoringConfig
-from tandem.errors import ConfigError
 from tandem.named_functions import named_function
 from tandem.rewards.binding import parameters_of
 from tandem.rewards.calling import Call, Outcome
@@ -36,7 +35,14 @@ from tandem.rewards.pool import (
     lines_printed,
 )
 from tandem.rewards.seeding import seeded
-from tandem.rewards.tool_use import ToolFunction, missing_column, tool_name, unanswered, unread
+from tandem.rewards.tool_use import (
+    ToolFunction,
+    check_names,
+    missing_column,
+    tool_name,
+    unanswered,
+    unread,
+)
 
 _LOOK_SECONDS = 0.2
 
@@ -97,9 +103,7 @@ class Environment:
         self._function = _named(function, f"{before}environment") if function else None
         self._tools = [_named(tool, f"{before}tools") for tool in tools]
         self.tools = tuple(map(tool_name, self._tools))
-        if len(set(self.tools)) < len(self.tools):
-            twice = next(name for name in self.tools if self.tools.count(name) > 1)
-            raise ConfigError(f"{before}tools must have names of their own; got {twice} twice.")
+        check_names(self._tools, f"{before}tools")
         self.label = _label(function, self.tools)
         self._call = EnvironmentCall(self._function, self._tools)
         self._columns = sorted(set(columns))

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tandem.data.argument_types import argument_schemas
 from tandem.rewards.binding import parameters_of
 from tandem.rewards.calling import Call, CallError, Judge, Outcome, awaited, guarded
 from tandem.rewards.tool_use import ToolBox, ToolFunction
@@ -40,7 +41,7 @@ class EnvironmentCall(Judge):
         messages = [dict(turn) for turn in columns.pop("messages")]
         calls = messages[-1].get("tool_calls")
         if self._tools.names and calls:
-            offered = _offered(columns.pop("tools", None) or [])
+            offered = argument_schemas(columns.pop("tools", None) or [])
             return Outcome(None, turns=self._tools.turns(calls, messages, offered, columns))
         function = self._function
         if function is None:
@@ -52,16 +53,6 @@ class EnvironmentCall(Judge):
             return [Outcome(None, turns=turns_of(awaited(function(messages, **columns))))]
 
         return guarded(called, 1)[0]
-
-
-def _offered(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The tools that a prompt lists: by name the schema of each argument."""
-    functions = [tool["function"] for tool in tools]
-    parameters = [function.get("parameters") or {} for function in functions]
-    return {
-        function["name"]: own.get("properties") or {}
-        for function, own in zip(functions, parameters, strict=True)
-    }
 
 
 def turns_of(returned: Any) -> list[dict[str, str]] | None:

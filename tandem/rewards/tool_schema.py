@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, get_type_hints
@@ -13,7 +12,7 @@ from tandem.data.tools import read_tools
 from tandem.errors import ConfigError
 from tandem.named_functions import named_function
 from tandem.rewards.binding import parameters_of
-from tandem.rewards.tool_use import ToolFunction, shown_parameters, tool_name
+from tandem.rewards.tool_use import ToolFunction, check_names, shown_parameters, tool_name
 from tandem.text import one_line
 
 
@@ -25,10 +24,12 @@ def offered_tools(names: Sequence[str], knob: str) -> str:
     Raises:
         ConfigError: a name leads nowhere, or a function cannot be described to a model.
     """
-    schemas = [tool_schema(named_function(name, knob), f"{knob} {name}") for name in names]
-    counted = Counter(schema["function"]["name"] for schema in schemas)
-    if twice := [name for name, number in counted.items() if number > 1]:
-        raise ConfigError(f"{knob} must have names of their own; got {twice[0]} twice.")
+    functions = [named_function(name, knob) for name in names]
+    check_names(functions, knob)
+    schemas = [
+        tool_schema(function, f"{knob} {name}")
+        for name, function in zip(names, functions, strict=True)
+    ]
     return read_tools(schemas) if schemas else ""
 
 
@@ -79,5 +80,6 @@ def tool_names(tools: str) -> list[str]:
     found = []
     for tool in json.loads(tools or "[]"):
         function = tool.get("function")
-        found.append(str(function.get("name") if isinstance(function, dict) else tool.get("name")))
+        named = function if isinstance(function, dict) else tool
+        found.append(str(named.get("name") or tool.get("type")))
     return found

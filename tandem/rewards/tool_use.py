@@ -19,11 +19,14 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import NoneType
 from typing import Any
 
+from tandem.data.argument_types import kinds_of
+from tandem.errors import ConfigError
 from tandem.rewards.binding import parameters_of
 from tandem.rewards.calling import CallError, Outcome, awaited, guarded
 from tandem.text import visible
@@ -42,6 +45,17 @@ def tool_name(function: ToolFunction) -> str:
     if isinstance(function, partial):  # options are bound
         return tool_name(function.func)
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+def check_names(functions: Sequence[ToolFunction], knob: str) -> None:
+    """Check that no two tools have one name.
+
+    Raises:
+        ConfigError: two have.
+    """
+    counted = Counter(map(tool_name, functions))
+    if twice := [name for name, number in counted.items() if number > 1]:
+        raise ConfigError(f"{knob} must have names of their own; got {twice[0]} twice.")
 
 
 def shown_parameters(function: ToolFunction) -> list[inspect.Parameter]:
@@ -199,8 +213,7 @@ def _unlike(value: Any, schema: Any) -> str:
     choices = schema.get("enum")
     if isinstance(choices, list) and value not in choices:
         return f"one of {_shown(choices)[1:-1]}"
-    kind = schema.get("type")
-    kinds = [kind] if isinstance(kind, str) else kind if isinstance(kind, list) else []
+    kinds = kinds_of(schema)
     if not kinds or not all(each in _TYPES for each in kinds):
         return ""
     is_one = any(

@@ -86,8 +86,8 @@ async def prepare_chat(
             raise ApiError(str(error), "messages") from None
         if tools and loaded.renderer.hides_tools(messages):
             raise no_tools()
-        if tools:
-            loaded.renderer.call_reader  # noqa: B018 found out once, which takes a moment
+        if tools:  # how calls are read is found out once, which takes a moment
+            loaded.renderer.spoken("", tools, ())
         return Prepared(row.token_ids, tuple(messages), tools=tools)
 
     return await service.in_text_thread(rendered)

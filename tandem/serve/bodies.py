@@ -353,6 +353,8 @@ def _refuse_other_answers(body: Mapping[str, Any]) -> None:
     """Refuse what asks for an answer of another form than text."""
     if body.get("tool_choice") not in (None, "none", "auto"):
         raise _unsupported("tool_choice", body["tool_choice"])
+    if body.get("parallel_tool_calls") is False and body.get("tools"):
+        raise _unsupported("parallel_tool_calls", body["parallel_tool_calls"])
     if body.get("function_call") not in (None, "none", "auto"):
         raise _unsupported("function_call", body["function_call"])
     modalities = body.get("modalities")

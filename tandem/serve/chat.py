@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -88,17 +89,23 @@ class Conversation:
             self.renderer.decode, self.sampling.stop_strings, self.sampling.min_new_tokens
         )
         self.num_answers += 1
+        drawn, self._problem = 0, ""
         try:
             seed, sampling = self.seed + self.num_answers, as_drawn(self.sampling)
             for token in self._memory.stream(prompt.token_ids, sampling, seed=seed):
+                drawn += 1
                 if piece := said.push(token):
                     yield piece
             if piece := said.flush():
                 yield piece
         finally:
-            spoken = self.renderer.spoken(said.text, self.schemas, self.turns)
-            self.turns.append(spoken.turn)
-            self._problem = spoken.problem
+            turn = Message("assistant", said.text)
+            room = max_positions(self.model) or math.inf
+            if said.ended or drawn < min(self.sampling.max_new_tokens, room - len(prompt)):
+                # One that was cut off may end within a call.
+                spoken = self.renderer.spoken(said.text, self.schemas, self.turns)
+                turn, self._problem = spoken.turn, spoken.problem
+            self.turns.append(turn)
 
     def heard(self) -> list[Message]:
         """What the last answer hears of the tools that it calls, kept as the next turns; nothing if
@@ -169,7 +176,7 @@ def chat(
     choice = f" (other models: --model {listed([*others, 'base'])})" if others else ""
     write(f"talking to {visible(source)}{choice}. /help lists the commands, /quit quits.\n")
     notes = [*([] if which else notes_of(path)), _note_on_turns(talk), _note_on_length(talk)]
-    notes.append("" if tools else note_on_tools(path))
+    notes.append("" if tools or which == "base" else note_on_tools(path))
     for note in notes:
         write(note)
     while True:
@@ -260,12 +267,22 @@ def _print_line(talk: Conversation, write: Callable[[str], None]) -> None:
                 return
         write(f"[stopped after {_MOST_ANSWERS} answers]\n")
     except KeyboardInterrupt:
-        write(f"{label} [stopped]\n")
+        is_kept = not talk.turns[-1].tool_calls  # which nothing would answer
+        if not is_kept:
+            _take_back(talk)
+        write(f"{label} [stopped{'' if is_kept else '; the message is taken back'}]\n")
     except TandemError as error:  # only this message cannot be answered
-        while talk.turns and talk.turns.pop().role != "user":
-            pass
+        what = "the tools' results leave no room" if talk.turns[-1].role == "tool" else ""
+        _take_back(talk)
         start = "" if label else "\n"
-        write(f"{start}not answered: {visible(str(error))}\n")
+        told = ": ".join(filter(None, ("not answered", what, visible(str(error)))))
+        write(f"{start}{told}\n")
+
+
+def _take_back(talk: Conversation) -> None:
+    """Remove the last message, and what was said to it."""
+    while talk.turns and talk.turns.pop().role != "user":
+        pass
 
 
 def _note_on_turns(talk: Conversation) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from tandem.config.load import load_config
@@ -76,7 +77,7 @@ def note_on_tools(path: str) -> str:
     tools = rl_section(load_config(run / "config.yaml")).tools if _is_run(run) else ()
     if not tools:
         return ""
-    return f"note: its policy may call tools; to make its calls: --tools {' '.join(tools)}\n"
+    return f"note: its policy may call tools; to make its calls: --tools {shlex.join(tools)}\n"
 
 
 def models_of(path: str) -> dict[str, str]:

@@ -352,6 +352,7 @@ def _by_prompt(
                     asked.messages[len(given_turns(asked)) :],
                     renderer.spoken(rollout.responses[i], asked.tools, asked.messages).turn,
                 )
-                for i, asked in zip(places, rollout.prompts[start:], strict=False)
+                for i in places
+                for asked in (rollout.prompts[i],)
             ],
         )

@@ -248,7 +248,7 @@ def _problems(options: Namespace, config: RunConfig) -> list[str]:
         names = ", ".join(filter(None, (rl.environment, *rl.tools)))
         problems.append(
             f"--write pairs must go with single answers: conversations ({names}) have no prompt in "
-            "common but the first. Give --write best, or --environment '' --tools"
+            "common but the first. Give --write best"
         )
     if options.write in ("best", "pairs") and not scores(config):
         problems.append(

@@ -104,6 +104,7 @@ def test_a_link_to_nothing_is_told(tmp_path: Path) -> None:
     [
         ("llama3", "Save that template as a file, and give it."),
         ("defualt", "Did you mean default?"),
+        ("ChatML", "Did you mean chatml?"),
         ("{{ messages[0].content }}", "Write the template to a file, and give that."),
         ("x" * 5000, "Save that template as a file"),
         ("a\0b/c", "Check the path."),
@@ -255,7 +256,11 @@ def test_chatml_is_that_of_others_where_there_are_no_tools() -> None:
         assert renderer.prompt(prompt).token_ids == theirs.prompt(prompt).token_ids
         row = renderer.conversation(prompt, "no", HERE)
         assert row == theirs.conversation(prompt, "no", HERE)
-    lacking = sentencepiece()
-    put_template(lacking, own)
-    with pytest.raises(ModelError, match="chatml must end an answer with a control token"):
-        Renderer(lacking, None, own)
+    with pytest.raises(
+        ModelError, match=r"which lacks <\|im_start\|>. Use dataset.chat_template d"
+    ):
+        put_template(sentencepiece(), own)
+    half = sentencepiece()
+    half.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    with pytest.raises(ModelError, match=r"which lacks <\|im_end\|>"):
+        put_template(half, own)

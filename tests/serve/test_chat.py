@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tandem.config.load import build_config, dump_config
 from tandem.config.schema import SamplingConfig
 from tandem.errors import CheckpointError, ConfigError, ModelError
 from tandem.models.load import load_tokenizer
+from tandem.rewards.environment import Environment
 from tandem.serve.chat import Conversation, chat
 from tandem.serve.named_model import find_model, note_on_tools
 from tests.tiny import CALL, save_calling_model, save_tiny_model
@@ -254,11 +256,14 @@ def test_tools_are_called_and_heard(tmp_path: Path) -> None:
             raise EOFError
         return lines.pop(0)
 
-    sampling = SamplingConfig(max_new_tokens=1, logit_bias=(f"{token}:100",))
+    sampling = SamplingConfig(
+        max_new_tokens=3, logit_bias=(f"{token}:100",), stop_strings=("</tool_call>",)
+    )
     tools = [f"{tool_functions.__file__}:add"]
     assert chat(model, sampling, tools=tools, read=read, write=written.append) == 0
     text = "".join(written)
-    assert text.count(f"assistant> {CALL}") == text.count("\nadd> 5\n") == 8
+    begun = CALL.removesuffix("</tool_call>")
+    assert text.count(f"assistant> {begun}\n") == text.count("\nadd> 5\n") == 8
     assert "[stopped after 8 answers]" in text
     assert text.count("removed: What is 2 + 3?") == 1
     assert "there is nothing to undo" in text
@@ -269,6 +274,40 @@ def test_tools_are_called_and_heard(tmp_path: Path) -> None:
         "role": "tool", "content": "5", "tool_call_id": "call00000", "name": "add"
     }  # fmt: skip
     assert [tool["function"]["name"] for tool in row["tools"]] == ["add"]
+
+
+def test_a_call_that_is_stopped_or_cut_off_is_not_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_calling_model(tmp_path / "model")
+    tokenizer = load_tokenizer(model)
+    (call,) = tokenizer.convert_tokens_to_ids([CALL])
+    tools = [f"{tool_functions.__file__}:add"]
+
+    def said(**how: Any) -> str:
+        lines = iter(["What is 2 + 3?", "/undo"])
+        written: list[str] = []
+
+        def read(prompt: str) -> str:
+            if (line := next(lines, None)) is None:
+                raise EOFError
+            return line
+
+        sampling = SamplingConfig(max_new_tokens=2, logit_bias=(f"{call}:100",), **how)
+        assert chat(model, sampling, tools=tools, read=read, write=written.append) == 0
+        return "".join(written)
+
+    cut = said()  # it would go on
+    assert "add>" not in cut
+    assert "removed: What is 2 + 3?" in cut
+
+    def stopped(self: Environment, said: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Environment, "heard", stopped)
+    text = said(stop_strings=("</tool_call>",))
+    assert "[stopped; the message is taken back]" in text
+    assert "there is nothing to undo" in text
 
 
 def test_tools_that_a_model_cannot_call_are_refused(model: str) -> None:

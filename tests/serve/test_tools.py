@@ -178,7 +178,10 @@ def test_a_stream_sends_calls_once_they_are_whole(calling: tuple[TestClient, Any
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama", "list", "tags", "name and json"])
-@pytest.mark.parametrize("words", ["", "Let me see.\n", "a < b, {c} [d] ", "<tool <t"])
+@pytest.mark.parametrize(
+    "words",
+    ["", "Let me see.\n", "a < b, {c} [d] ", "<tool <t", "<think>{a} <tool_call> [b</think>"],
+)
 @pytest.mark.parametrize("ends", ["call", "more", "broken", "words"])
 def test_words_are_sent_as_they_come_and_calls_never_as_words(
     name: str, words: str, ends: str
@@ -205,4 +208,4 @@ def test_words_are_sent_as_they_come_and_calls_never_as_words(
     # All but the letters that may have begun a call are sent before it.
     early = "".join(parts[: len(words)])
     assert words.startswith(early)
-    assert len(early) >= len(words.rstrip()) - 3 or name == "llama"
+    assert len(early) >= len(words.rstrip()) - 3 or (name == "llama" and "<think>" not in words)
