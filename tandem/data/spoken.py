@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tandem.data.argument_types import argument_types
 from tandem.data.call_form import json_of
@@ -17,6 +17,9 @@ from tandem.data.tools import read_calls
 from tandem.errors import DataError
 from tandem.message import Answer, Message, answer_text, answer_turn
 from tandem.types import Source, TokenRow
+
+if TYPE_CHECKING:
+    from tandem.data.render import Renderer
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +60,8 @@ def spoken(
     return Spoken(Message("assistant", content, tool_calls=listed) if calls else words)
 
 
-class _Renders(Protocol):
-    """See `Renderer`."""
-
-    def conversation(
-        self,
-        messages: Sequence[Message],
-        answer: Answer,
-        source: Source,
-        last_turn_only: bool = False,
-        tools: str = "",
-    ) -> TokenRow:
-        """A conversation's tokens."""
-
-
 def as_judged(
-    renderer: _Renders, messages: Sequence[Message], answer: Answer, source: Source, tools: str
+    renderer: Renderer, messages: Sequence[Message], answer: Answer, source: Source, tools: str
 ) -> TokenRow:
     """A conversation as a reward model with a template of its own reads it, the mask on the answer:
     with calls of tools as that template writes them, or as JSON where it writes none.
