@@ -242,7 +242,7 @@ class WorkerPool:
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
                 env={"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **os.environ},
             )  # fmt: skip
-        order = {
+        order: dict[str, Any] = {
             "what": self._what,
             "names": [self._function] if isinstance(self._function, str) else self._function,
             "memory_bytes": memory,
@@ -261,9 +261,10 @@ class WorkerPool:
             process.kill()
             process.wait()
             ours.close()
+            names = ", ".join(filter(None, order["names"]))
             raise ConfigError(
-                f"{self._what} {self._function} must be importable in a process of its own; "
-                f"got: {reply['error']}"
+                f"{self._what} {names} must be importable in a process of its own; got: "
+                f"{reply['error']}"
             )
         return _Host(ours, process.pid, process)
 
