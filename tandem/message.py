@@ -18,6 +18,8 @@ class Message:
         none. Beside calls `content` may be empty.
     tool_call_id, name: which call a tool's turn answers, and which tool does; "" where it is not
         said.
+    thoughts: what the assistant thought before it spoke, where a renderer keeps it apart. Data has
+        it at the beginning of `content`, within <think> and </think>.
 
     Example: Message("assistant", "", tool_calls='[{"type": "function", "function": {"name": "add",
     "arguments": {"a": 2, "b": 2}}}]'), which Message("tool", "4", name="add") may answer.
@@ -29,6 +31,7 @@ class Message:
     tool_calls: str = ""
     tool_call_id: str = ""
     name: str = ""
+    thoughts: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """The turn as data has it: role and content, then whatever else it says."""

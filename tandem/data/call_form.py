@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.data.call_probe import reader_of
-from tandem.data.call_reader import THOUGHT_BEGINS, Called, CallReader
+from tandem.data.call_reader import Called, CallReader
 from tandem.data.changed_json import PROBE
 from tandem.data.template_limits import deadline
+from tandem.data.thoughts import NO_THOUGHTS, ThoughtForm
 from tandem.data.tools import checked_calls, for_template
 from tandem.errors import DataError
 from tandem.message import Message
@@ -105,11 +106,13 @@ class Calls:
         name: the template's, for messages.
     Attributes:
         opening: turns that the template takes. lead, terminator: what stands before and behind an
-            answer's words (see `ChatTemplate`). All are set before anything is asked.
+            answer's words (see `ChatTemplate`). thoughts: how it takes thoughts. All are set before
+            anything is asked.
     """
 
     opening: tuple[Message, ...] = ()
     lead = terminator = ""
+    thoughts: ThoughtForm = NO_THOUGHTS
 
     def __init__(self, render: _Render, name: str) -> None:
         self._render = render
@@ -179,8 +182,7 @@ class Calls:
                 form = self.form(True)
                 reader = reader_of(self._write) if form else None
                 if reader is not None:
-                    prompt = self._render(self.opening, True, PROBE_TOOLS, form)
-                    reader.in_thought = prompt.rstrip().endswith(THOUGHT_BEGINS)
+                    reader.thoughts = self.thoughts
                 self._readers = [reader]
         return self._readers[0]
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from tandem.data.argument_types import typed
 from tandem.data.excerpt import excerpt
+from tandem.data.thoughts import NO_THOUGHTS, ThoughtForm
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -42,20 +43,15 @@ class CallError(ValueError):
     """A call that cannot be read; the text says what is wrong with it."""
 
 
-THOUGHT_BEGINS, THOUGHT_ENDS = "<think>", "</think>"
-"""Around what a model thinks before it speaks."""
-
-
 class CallReader(ABC):
     """Reads the calls in an answer.
 
     Attributes:
-        example: a call as the template writes it. in_thought: whether answers begin within a
-            thought, which the prompt opens.
+        example: a call as the template writes it. thoughts: how it takes thoughts.
     """
 
     example = ""
-    in_thought = False
+    thoughts: ThoughtForm = NO_THOUGHTS
 
     def __init__(self, before: str, between: str | None, after: str) -> None:
         """What the template writes before the first call, between two (None: nothing divides them)
@@ -93,10 +89,7 @@ class CallReader(ABC):
 
     def speech_begins(self, text: str) -> int:
         """Where an answer's thoughts end, in which nothing is a call; its length within one."""
-        end = text.rfind(THOUGHT_ENDS)
-        if end >= 0:
-            return end + len(THOUGHT_ENDS)
-        return len(text) if self.in_thought or THOUGHT_BEGINS in text else 0
+        return self.thoughts.end(text)
 
     def _words_end(self, text: str) -> int:
         if not self._before.text:

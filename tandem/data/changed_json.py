@@ -130,13 +130,14 @@ def changed_tools(tools: str, change: Change) -> str:
 
 def changed_turn(turn: Message, change: Change) -> Message:
     """A turn with a change of its text, its calls and its names."""
-    content = change.text(turn.content)
+    content, thoughts = change.text(turn.content), change.text(turn.thoughts)
     if not (turn.tool_calls or turn.tool_call_id or turn.name):
-        return replace(turn, content=content)
+        return replace(turn, content=content, thoughts=thoughts)
     calls = json.loads(turn.tool_calls) if turn.tool_calls else ()
     return replace(
         turn,
         content=content,
+        thoughts=thoughts,
         tool_calls=_dumped([_call(call, change) for call in calls]) if calls else "",
         tool_call_id=change.identity(turn.tool_call_id),
         name=change.text(turn.name),
@@ -167,7 +168,8 @@ def neutral_turns(
 def _neutral_turn(turn: Message, change: Change) -> Message:
     if turn.tool_calls or turn.tool_call_id or turn.name:
         return changed_turn(turn, change)
-    return Message(turn.role, neutral_text(turn.content))
+    thoughts = neutral_text(turn.thoughts)
+    return Message(turn.role, neutral_text(turn.content), thoughts=thoughts)
 
 
 @lru_cache(maxsize=256)
@@ -179,7 +181,7 @@ def neutral_tools(tools: str, change: Change = NEUTRAL) -> str:
 def texts_of(turn: Message) -> list[str]:
     """Every text of a turn."""
     if not (turn.tool_calls or turn.tool_call_id or turn.name):
-        return [turn.content]
+        return [turn.content, turn.thoughts] if turn.thoughts else [turn.content]
     found: list[str] = []
     changed_turn(turn, _gathering(found))
     return found

@@ -30,6 +30,7 @@ from tandem.data.span_tokenizer import PieceTokenizer, definition_of
 from tandem.data.spoken import Spoken, spoken
 from tandem.data.template import ChatTemplate, Part
 from tandem.data.template_limits import deadline, in_time
+from tandem.data.thoughts import thoughts_apart
 from tandem.data.turns import listed_tools, turns_in
 from tandem.errors import DataError, ModelError
 from tandem.message import Answer, Message, Role, answer_turn
@@ -353,7 +354,9 @@ class Renderer:
                 "Put the user's turn before the answer."
             )
         texts = []
-        messages = self._template.calls.in_form(messages, bool(tools), visible(str(source)))
+        template = self._template
+        messages = template.calls.in_form(messages, bool(tools), visible(str(source)))
+        messages = thoughts_apart(template.thoughts, messages, template.name, visible(str(source)))
         for message in messages:
             if message.role not in get_args(Role):
                 raise DataError(
@@ -364,12 +367,12 @@ class Renderer:
         texts += tool_texts(tools)
         for text in texts:
             self._check_text(text, source)
-        mark = free_mark([self._template.source, *texts])
+        mark = free_mark([template.source, *texts])
         change = each(partial(self._control.cut, mark=mark))
         if tools:
             tools = changed_tools(tools, change)
         has_more = tools or any(m.tool_calls for m in messages)
-        template = self._template.given(tools, mark if has_more else "")
+        template = template.given(tools, mark if has_more else "")
         return [changed_turn(m, change) for m in messages], mark, template
 
     def _check_text(self, text: str, source: Source) -> None:

@@ -12,17 +12,15 @@ from functools import lru_cache
 from transformers import PreTrainedTokenizerBase
 
 from tandem.data.answer_places import MOST_TURNS, places
-from tandem.data.call_form import PROBE_TOOLS, CallForm, Calls
+from tandem.data.call_form import PROBE_TOOLS, Calls
 from tandem.data.changed_json import (
     COMPARED,
     NEUTRAL,
     PROBE,
     Change,
-    as_compared,
     changed_tools,
     changed_turn,
     each,
-    has_compared,
     neutral_tools,
     neutral_turns,
 )
@@ -32,14 +30,10 @@ from tandem.data.excerpt import excerpt
 from tandem.data.own_template import OwnTemplate
 from tandem.data.template_call import TemplateCall
 from tandem.data.template_limits import require_bounded
+from tandem.data.template_text import TemplateText
 from tandem.data.template_trial import cause, require_learnable, tried
 from tandem.errors import DataError, ModelError
 from tandem.types import Message
-
-_FRAME = 100_000
-"""Characters that a template may write of its own for a conversation, and for each of its turns."""
-_INDENTED = 20
-"""Characters that it may write for each of tools and calls: JSON may be indented."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +63,7 @@ class ChatTemplate:
         name: what messages call it.
         source: the jinja template.
         calls: how calls of tools must be given.
+        thoughts: how what the assistant thinks before it speaks must be given.
         opening: turns that it accepts: a user's, after a system turn if it requires one.
         lead: template text between the generation prompt and the assistant's words.
         trail: template text between those words and the terminator.
@@ -102,17 +97,20 @@ class ChatTemplate:
         self._tools = self._mark = ""
         self._controls: Callable[[tuple[Message, ...], bool, str], list[int]]
         self._controls = lru_cache(maxsize=256)(self._controls_of)
-        # Both answers of a pair, and all uses of a held-out row, share their prompt.
-        self._rendered = lru_cache(maxsize=64)(self._called)
         self._given = lru_cache(maxsize=64)(self._with_tools)
-        self.calls = Calls(self._rendered, self.name)
         require_bounded(self.source, self.name, self._advice)
-        self._template = TemplateCall(tokenizer, self.source)
-        self.opening, self.lead, after = tried(self._call, self.name, self._advice)
+        call = TemplateCall(tokenizer, self.source)
+        self._rendered = TemplateText(call)
+        self.calls = Calls(self._rendered, self.name)
+        self.opening, frame, after = tried(
+            self._rendered, call, self.source, self.name, self._advice
+        )
+        self._rendered.frame, self.lead, self.thoughts = frame, frame.lead, frame.thoughts
         found = control.find(after)
         self.terminator = after[found[0].start : found[0].end] if found else ""
         self.calls.opening = self.opening
         self.calls.lead, self.calls.terminator = self.lead, self.terminator
+        self.calls.thoughts = self.thoughts
         self.trail = after[: found[0].start] if found else ""
         self._beyond = after[found[0].end :] if found else after
         if own is not None:
@@ -277,10 +275,10 @@ class ChatTemplate:
         return len(prompt) + room + len(trail)
 
     def _error_of(self, messages: Sequence[Message]) -> type[DataError | ModelError]:
-        """Whose fault it is: most templates take tools and calls in another way, or not, so that
-        other rows can be used."""
-        has_tools = self._tools or any(m.tool_calls or m.role == "tool" for m in messages)
-        return DataError if has_tools else ModelError
+        """Whose fault it is: most templates take tools, calls and thoughts in another way, or not,
+        so that other rows can be used."""
+        has_more = any(m.tool_calls or m.thoughts or m.role == "tool" for m in messages)
+        return DataError if self._tools or has_more else ModelError
 
     def _part(self, text: str, start: int, end: int, answer: bool) -> Part:
         before = text[max(0, start - self._control.longest) : start]
@@ -377,22 +375,6 @@ class ChatTemplate:
                 f"{where}: turns must suit the {self.name}; got {cause(error)} from "
                 f"it for {_roles(messages)}. Reorder or remove turns."
             ) from error
-
-    def _called(
-        self, messages: tuple[Message, ...], prompt: bool, tools: str, form: CallForm | None
-    ) -> str:
-        dialog = [form.turn(m) if form and m.tool_calls else m.as_dict() for m in messages]
-        listed = json.loads(tools) if tools else None
-        if has_compared(tools):
-            listed = as_compared(listed)
-        if any(has_compared(m.tool_calls) for m in messages if m.tool_calls):
-            dialog = as_compared(dialog)
-        text = self._template(dialog, prompt, listed)
-        written = len(tools) + sum(len(m.tool_calls) for m in messages)
-        room = _FRAME + 2 * sum(len(m.content) for m in messages) + _FRAME * len(messages)
-        if len(text) > room + _INDENTED * written:
-            raise ValueError(f"{len(text)} characters, more than {room + _INDENTED * written}")
-        return text
 
 
 def _roles(messages: Sequence[Message], limit: int = 20) -> str:

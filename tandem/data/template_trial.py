@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 from typing import Protocol
 
 from jinja2 import TemplateError
 
 from tandem.data.changed_json import PROBE
 from tandem.data.excerpt import excerpt
+from tandem.data.template_call import TemplateCall
 from tandem.data.template_limits import deadline
+from tandem.data.template_text import AnswerFrame, TemplateText
+from tandem.data.thoughts import ThoughtForm, thought_form
 from tandem.errors import ModelError
 from tandem.types import Message
+
+_TAG = re.compile(r"<[^<>\s]{1,60}>")
 
 
 class _Tried(Protocol):
@@ -24,12 +29,13 @@ class _Tried(Protocol):
 
 
 def tried(
-    render: Callable[[tuple[Message, ...], bool], str], name: str, advice: str
-) -> tuple[tuple[Message, ...], str, str]:
-    """Turns that a template accepts; its text before and after an assistant's words.
+    render: TemplateText, call: TemplateCall, source: str, name: str, advice: str
+) -> tuple[tuple[Message, ...], AnswerFrame, str]:
+    """Turns that a template accepts; how an answer follows its prompt; what follows the words.
 
     Args:
-        render: the text of turns, up to where the assistant begins or not; it may raise anything.
+        render: text of turns by the template, `call`; both may raise anything.
+        source: the jinja template.
         name, advice: for messages.
     Raises:
         ModelError: it cannot be used for training.
@@ -40,8 +46,8 @@ def tried(
     for opening in ((user,), (Message("system", "hello"), user)):
         try:
             with deadline():
-                prompt = render(opening, True)
-                text = render((*opening, answer), False)
+                prompt = render(opening, True, "", None)
+                text = render((*opening, answer), False, "", None)
             break
         except Exception as error:  # a template is a program: it can divide by zero
             problem = problem or error
@@ -50,19 +56,46 @@ def tried(
         raise ModelError(
             f"{name} must render a user's and an assistant's turn; got {cause(problem)}. {advice}"
         ) from problem
-    if not text.startswith(prompt):
+    base = prompt if text.startswith(prompt) else _common(prompt, text)
+    dialog = [turn.as_dict() for turn in opening]
+    with deadline():
+        thoughts = thought_form(
+            lambda turn: call([*dialog, {"role": "assistant", **turn}], False), prompt, base, source
+        )
+    cue = prompt[len(base) :]
+    if cue and not _is_thought(cue, thoughts):
         raise ModelError(
             f"{name} must render an answered prompt as the prompt and then the answer; got "
             f"{excerpt(prompt[-30:])} at the prompt's end and {excerpt(text[-60:])} with the "
             f"answer. {advice}"
         )
-    lead, found, after = text[len(prompt) :].partition(PROBE)
+    lead, found, after = text[len(base) :].partition(PROBE)
     if not found:
         raise ModelError(
             f"{name} must write an assistant's words as they are; got "
-            f"{excerpt(text[len(prompt) :])} for {PROBE!r}. {advice}"
+            f"{excerpt(text[len(base) :])} for {PROBE!r}. {advice}"
         )
-    return opening, lead, after
+    in_place, joined = lead, bool(cue)
+    if thoughts.in_prompt and (cue or thoughts.ends not in lead):  # it would speak in a thought
+        lead, joined = thoughts.between, True
+    elif cue.endswith(lead):
+        lead = ""
+    return opening, AnswerFrame(lead, cue, in_place, joined, thoughts), after
+
+
+def _common(prompt: str, text: str) -> str:
+    """What both begin with, up to a whole tag."""
+    pairs = enumerate(zip(prompt, text, strict=False))
+    end = next((i for i, (a, b) in pairs if a != b), min(len(prompt), len(text)))
+    tags = (tag for tag in _TAG.finditer(prompt) if tag.start() < end < tag.end())
+    return prompt[: next((tag.start() for tag in tags), end)]
+
+
+def _is_thought(cue: str, thoughts: ThoughtForm) -> bool:
+    """Whether what a prompt has and an answered turn lacks is a thought, or its beginning."""
+    return thoughts.in_prompt or (
+        thoughts.is_over and any(word in cue.lower() for word in ("think", "thought"))
+    )
 
 
 def require_learnable(template: _Tried, prompt: str, beyond: str, advice: str) -> None:

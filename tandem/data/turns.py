@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from tandem.data.excerpt import describe, excerpt, names
 from tandem.data.rows import RowProblem
+from tandem.data.thoughts import FIELDS, in_content
 from tandem.data.tools import loads, read_calls, read_tools
 from tandem.errors import DataError
 from tandem.message import Message, Role
@@ -202,6 +203,8 @@ def turns_in(messages: str | Sequence[Message | Mapping[str, Any]]) -> list[Mess
             calls = read_calls(turn.get("tool_calls"), "tool_calls", number)
             content = turn.get("content")
             content = "" if calls and content is None else content
+            if turn["role"] == "assistant" and isinstance(content, str):
+                content = _with_thoughts(turn, content)
             more = (_word(turn, name, "messages", number) for name in ("tool_call_id", "name"))
             turn = Message(cast(Role, turn["role"]), cast(str, content), True, calls, *more)
         if not isinstance(turn, Message) or not isinstance(turn.content, str):
@@ -254,6 +257,8 @@ def _turn(item: Any, field: str, number: int) -> Message:
         )
     content = "" if calls and not content else content
     text = _content(content, f"{field}.{content_key}", number)
+    if role == "assistant":
+        text = _with_thoughts(item, text)
     learned = role != "assistant" or _is_learned(item, field, number)
     if role != "tool":
         return Message(role, text, learned, calls)
@@ -337,6 +342,14 @@ def _content(value: Any, field: str, number: int) -> str:
         if all(part is not None for part in parts):
             return _content("".join(part for part in parts if part is not None), field, number)
     raise RowProblem(field, f"{describe(value)} in turn {number}", "be text, or text parts only")
+
+
+def _with_thoughts(item: Mapping[str, Any], words: str) -> str:
+    """A turn's words, with thoughts that it has under a key of their own at the beginning."""
+    found = (value for name in FIELDS if isinstance(value := item.get(name), str) and value.strip())
+    thoughts = next(found, "")
+    _check_encodable(thoughts, "thoughts")
+    return in_content(thoughts, words) if thoughts else words
 
 
 def _part(part: Any) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from tandem.data.aliases import CONTEXTS, says_something
 from tandem.data.answer_lists import lists_of_numbers
+from tandem.data.thoughts import FIELDS
 from tandem.data.turns import Turns, first_role
 
 _OF_A_PROMPT = (*CONTEXTS, "history", "system", "system_prompt")
@@ -20,7 +21,6 @@ _LOST = {
     "chat_template_kwargs": "the chat template is called without them",
 }
 _NOTED = (*_OF_A_PROMPT, *_LOST)
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 def unread_of(rest: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
@@ -62,10 +62,17 @@ def turn_notes(values: Iterable[Any]) -> list[str]:
         notes.append("train true of turns that are not the assistant's is not read")
     if any(turn.get("tool_calls") and turn.get("function_call") for turn in turns):
         notes.append("function_call of turns is not read beside tool_calls")
-    lost = [name for name in _THOUGHTS if any(says_something(turn.get(name)) for turn in turns)]
+    lost = [
+        name
+        for name in FIELDS
+        if any(
+            says_something(turn.get(name))
+            and not (isinstance(turn[name], str) and first_role(turn) == "assistant")
+            for turn in turns
+        )
+    ]
     return notes + [
-        f"{name} of turns is not rendered: no thoughts are shown or learned but those in content"
-        for name in lost
+        f"{name} of turns is not rendered: thoughts are the assistant's, and text" for name in lost
     ]
 
 

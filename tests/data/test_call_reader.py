@@ -311,7 +311,7 @@ def test_nothing_is_a_call_in_a_thought_that_the_prompt_opens() -> None:
     renderer, tools = Renderer(built(template)), json.dumps(TOOLS)
     reader = renderer.call_reader
     assert reader is not None
-    assert reader.in_thought
+    assert reader.thoughts.in_prompt
     call = '<tool_call>{"name": "now"}</tool_call>'
     assert renderer.spoken(f"I could: {call} but", tools, ()).turn.tool_calls == ""
     assert renderer.spoken(f"I will.\n</think>\n\n{call}", tools, ()).turn.tool_calls

@@ -389,7 +389,7 @@ def test_a_template_that_rewrites_history() -> None:
     ("template", "message"),
     [
         ("{{ raise_exception('no chat today') }}", "must render a user's.*no chat today"),
-        (CHATML.replace("assistant\n{%", "assistant\n<think>{%"), "as the prompt and then the"),
+        (CHATML.replace("assistant\n{%", "assistant\nSo: {%"), "as the prompt and then the"),
         (CHATML.replace("m.content", "m.content | upper"), "must write an assistant's words"),
     ],
 )

@@ -476,7 +476,10 @@ def test_a_mark_of_a_turn_is_yes_or_no(mark: dict[str, Any]) -> None:
 
 def test_what_no_model_will_read_is_noted() -> None:
     row = {
-        "messages": [{**user("2+2?"), "train": True}, {**bot("4"), "reasoning_content": "Hm."}],
+        "messages": [
+            {**user("2+2?"), "train": True, "thinking": "Hm."},
+            {**bot("4"), "reasoning_content": ["Hm."]},
+        ],
         "tools": [{"name": "add"}],
         "functions": "[]",
         "chat_template_kwargs": {"enable_thinking": False},
@@ -485,10 +488,8 @@ def test_what_no_model_will_read_is_noted() -> None:
     }
     assert to_sample(row, HERE).notes == (
         "train true of turns that are not the assistant's is not read",
-        (
-            "reasoning_content of turns is not rendered: "
-            "no thoughts are shown or learned but those in content"
-        ),
+        "reasoning_content of turns is not rendered: thoughts are the assistant's, and text",
+        "thinking of turns is not rendered: thoughts are the assistant's, and text",
         "column context is not in the prompt",
         "column chat_template_kwargs is not rendered: the chat template is called without them",
     )

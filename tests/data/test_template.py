@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.data.control import ControlTokens
 from tandem.data.render import Renderer
 from tandem.data.template import ChatTemplate
+from tandem.data.template_text import TemplateText
 from tandem.errors import DataError, ModelError
 from tandem.types import Message, Source
 from tests.data.built_tokenizers import CHATML, LLAMA2, PLAIN, THINKING, byte_level, sentencepiece
@@ -219,14 +220,14 @@ def test_long_conversations_are_cut_as_short_ones(
 
 def test_rendering_takes_time_linear_in_the_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     rendered = 0
-    call = ChatTemplate._called
+    call = TemplateText._called
 
-    def counting(self: ChatTemplate, messages: tuple[Message, ...], *how: Any) -> str:
+    def counting(self: TemplateText, messages: tuple[Message, ...], *how: Any) -> str:
         nonlocal rendered
         rendered += len(messages)
         return call(self, messages, *how)
 
-    monkeypatch.setattr(ChatTemplate, "_called", counting)
+    monkeypatch.setattr(TemplateText, "_called", counting)
     renderer = Renderer(byte_level())
     counts = []
     for answers in (200, 400):

@@ -1,0 +1,213 @@
+"""What an assistant thinks before it speaks: how a chat template takes it, and where it is in text.
+
+Data and sampled answers have thoughts at the beginning of the content, within <think> and </think>.
+Templates want them there, or in a field of their own, or begin them in the prompt and leave them
+out of answered turns. `thought_form` finds out by trying.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tandem.data.excerpt import excerpt
+from tandem.errors import DataError
+from tandem.message import Message
+
+BEGINS, ENDS = "<think>", "</think>"
+FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a turn under which data and templates may have thoughts."""
+_PAIRS = (
+    (BEGINS, ENDS),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>thought", "<channel|>"),
+)
+_THOUGHT, _WORDS = "Qz7thought", "Qz7words"
+_SPACE = re.compile(r"\s+")
+
+Write = Callable[[Mapping[str, str]], str]
+"""The text of a conversation that a turn with these keys, the assistant's, answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtForm:
+    """How thoughts are given to one template.
+
+    how: "content": at the beginning of the content. One of FIELDS: under that key. "joined":
+        Tandem writes them behind the prompt, since the template begins them there and has no place
+        for them. "": it takes none.
+    begins, ends: what stands around them in an answer's text; `begins` may be in the prompt.
+    in_prompt: whether prompts end within a thought, after the white space `gap`.
+    is_over: whether prompts end with a thought that is over.
+    between: from a thought to the words, with white space, if the template showed it.
+    """
+
+    how: str = ""
+    begins: str = BEGINS
+    ends: str = ENDS
+    in_prompt: bool = False
+    is_over: bool = False
+    between: str = ""
+    gap: str = ""
+
+    def split(self, text: str) -> tuple[str, str] | None:
+        """The thoughts and the words of an answer, with their white space; None without thoughts,
+        or where they do not end."""
+        said = text.lstrip()
+        for begins, ends in ((self.begins, self.ends), (BEGINS, ENDS)):
+            if said.startswith(begins):
+                thoughts, found, words = said.removeprefix(begins).partition(ends)
+                if found:
+                    return thoughts, words
+        if self.in_prompt:
+            thoughts, found, words = text.partition(self.ends)
+            if found:
+                return thoughts, words
+        return None
+
+    def end(self, text: str) -> int:
+        """Where an answer's thoughts end; its length within one, 0 without any."""
+        for ends in dict.fromkeys((self.ends, ENDS)):
+            if (end := text.rfind(ends)) >= 0:
+                return end + len(ends)
+        return len(text) if self.in_prompt or self.begins in text or BEGINS in text else 0
+
+    def apart(self, turn: Message) -> Message:
+        """The assistant's turn with its thoughts apart from its words, as the template takes both:
+        `given` writes them. Unchanged without thoughts, or if the template takes none."""
+        found = self.split(turn.content) if self.how else None
+        if found is None:
+            return turn
+        thoughts, words = found
+        if self.how == "content":  # as it was written
+            kept = self.gap + thoughts.lstrip() if self.in_prompt else thoughts
+            return replace(turn, thoughts=kept or "\n\n", content=words)
+        kept = thoughts.strip("\n") if self.how == "joined" else thoughts.strip()
+        return replace(turn, thoughts=kept, content=words.lstrip("\n"))
+
+    def given(self, turn: dict[str, Any], thoughts: str) -> dict[str, Any]:
+        """A turn as the template takes it, with thoughts that are `apart`."""
+        words = turn.get("content") or ""
+        if self.how in FIELDS:
+            return {**turn, self.how: thoughts}
+        if self.how == "joined":  # of an earlier turn: the template may leave them out
+            thoughts, words = f"\n{thoughts}\n", f"\n\n{words}"
+        return {**turn, "content": f"{self.begins}{thoughts}{self.ends}{words}"}
+
+
+NO_THOUGHTS = ThoughtForm()
+"""Of a template that takes none."""
+
+
+def in_content(thoughts: str, words: str) -> str:
+    """A turn's content with thoughts that data has elsewhere; words that have some are kept."""
+    if words.lstrip().startswith(BEGINS):
+        return words
+    kept = thoughts.strip("\n")
+    return f"{BEGINS}\n{kept}\n{ENDS}\n\n{words}"
+
+
+def thoughts_apart(
+    form: ThoughtForm, messages: Sequence[Message], name: str, where: str
+) -> list[Message]:
+    """The turns with thoughts apart from words, as a template takes them.
+
+    Args:
+        name: the template's, for messages.
+    Raises:
+        DataError: the last turn is an answer with thoughts, and the template's prompts end with a
+            thought that is over.
+    """
+    last = messages[-1]
+    if form.is_over and last.role == "assistant" and form.split(last.content):
+        raise DataError(
+            f"{where}: an answer must have no thoughts with the {name}, whose prompts end with a "
+            f"thought that is over; got {excerpt(last.content)}. Remove them, or use a "
+            "chat_template by which the assistant thinks."
+        )
+    return [form.apart(turn) if turn.role == "assistant" else turn for turn in messages]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """Where a trial's text has the thought: whether behind the whole prompt, and what is before it
+    and between it and the words."""
+
+    text: str
+    behind_prompt: bool
+    before: str
+    between: str
+
+
+def thought_form(write: Write, prompt: str, base: str, source: str) -> ThoughtForm:
+    """How a template takes thoughts.
+
+    Args:
+        write: the template; it may raise anything.
+        prompt: its text of the turns before. base: what answered turns have of it.
+        source: the template's.
+    """
+    pairs = [*(pair for pair in _PAIRS[1:] if pair[0] in source), _PAIRS[0]]
+    end = prompt.rstrip()
+    opened = next((pair for pair in pairs if end.endswith(pair[0])), None)
+    gap = prompt[len(end) :]
+    is_over = opened is None and any(end.endswith(pair[1]) for pair in pairs)
+
+    def shown(turn: Mapping[str, str]) -> _Shown | None:
+        text = ""
+        with suppress(Exception):  # a template is a program: it can divide by zero
+            text = write(turn)
+        return _shown(text, prompt, base)
+
+    tried = ((name, shown({"content": _WORDS, name: _THOUGHT})) for name in FIELDS)
+    field, by_field = next(((name, found) for name, found in tried if found), ("", None))
+    pair, by_content = (BEGINS, ENDS), None
+    for begins, ends in pairs:
+        found = shown({"content": f"{begins}\n{_THOUGHT}\n{ends}\n\n{_WORDS}"})
+        if found and found.behind_prompt and _is_once(found.before, begins, ends, opened):
+            pair, by_content = (begins, ends), found
+            break
+    if by_field and by_field.behind_prompt:
+        same = by_content and _same(by_field.text, by_content.text)
+        begins = by_field.before.strip() or (opened or (BEGINS,))[0]
+        how = "content" if same else field
+        if same:
+            begins = pair[0]
+        between = by_field.between
+        ends = pair[1] if same else between.strip() or ENDS
+        return ThoughtForm(how, begins, ends, not by_field.before.strip(), False, between, gap)
+    if by_content:
+        in_prompt = opened is not None
+        return ThoughtForm("content", *pair, in_prompt, False, by_content.between, gap)
+    if by_field and not is_over and not by_field.before.strip():
+        ends = by_field.between.strip()
+        return ThoughtForm("joined", BEGINS, ends or ENDS, True, False, by_field.between)
+    if opened:
+        between = f"\n{opened[1]}\n\n" if prompt.endswith("\n") else opened[1]
+        return ThoughtForm("joined", *opened, True, False, between)
+    return ThoughtForm(is_over=is_over)
+
+
+def _shown(text: str, prompt: str, base: str) -> _Shown | None:
+    start = next((start for start in (prompt, base) if text.startswith(start)), None)
+    if start is None or text.count(_THOUGHT) != 1 or text.count(_WORDS) != 1:
+        return None
+    before, _, rest = text[len(start) :].partition(_THOUGHT)
+    between, found, _ = rest.partition(_WORDS)
+    return _Shown(text, start == prompt, before, between) if found else None
+
+
+def _is_once(before: str, begins: str, ends: str, opened: tuple[str, str] | None) -> bool:
+    """Whether a thought in the content begins once, and none was over before it."""
+    if ends in before:
+        return False
+    return (begins in before) != (opened is not None)
+
+
+def _same(first: str, second: str) -> bool:
+    return _SPACE.sub("", first) == _SPACE.sub("", second)

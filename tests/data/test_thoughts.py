@@ -1,0 +1,164 @@
+"""What an assistant thinks before it speaks, as templates of every habit take it."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from tandem.data.render import Renderer
+from tandem.data.thoughts import in_content
+from tandem.data.turns import turns_in, turns_of
+from tandem.errors import DataError, ModelError
+from tandem.types import Message, Source
+from tests.data.built_tokenizers import CHATML, byte_level
+
+SOURCE = Source("set", "rows.jsonl", 3)
+USER = Message("user", "hello")
+THOUGHT = "<think>\nHm, 42?\n</think>\n\nyes"
+
+_BEGIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+_END = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+_SPLIT = "{% set c = m.content %}{% if '</think>' in c %}{% set c = c.split('</think>')[-1] %}"
+OPENED = {
+    # Answered turns have no thought and lose those of their content; no field.
+    "dropped": _BEGIN + _SPLIT + "{% endif %}{{ c }}" + _END + "<think>\n{% endif %}",
+    # A thought of the content is found by the template; an answer without has the end alone.
+    "found": _BEGIN
+    + _SPLIT.replace("{% set c =", "{% set t = c.split('</think>')[0].split('<think>')[-1] | trim "
+                     "%}{% set c =", 2).replace("{% set t = c.split('</think>')[0].split('<think>')"
+                     "[-1] | trim %}", "", 1)
+    + "{{ '<think>' + t }}{% elif m.role == 'assistant' %}{% endif %}"
+    "{{ '</think>' if m.role == 'assistant' }}{{ c | trim }}" + _END + "<think>{% endif %}",
+    # Under a key of its own.
+    "field": _BEGIN
+    + "{% if m.thinking %}<think>\n{{ m.thinking }}\n</think>\n\n{% endif %}{{ m.content }}"
+    + _END + "<think>\n{% endif %}",
+    # As it is: an answer would be spoken within the thought.
+    "as it is": _BEGIN
+    + "{{ '<think>\n' if m.role == 'assistant' }}{{ m.content }}" + _END + "<think>\n{% endif %}",
+}  # fmt: skip
+
+
+def ids_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def answer_of(renderer: Renderer, messages: list[Message], answer: str) -> tuple[int, ...]:
+    """The ids of an answer, which follows the very prompt that asks for it."""
+    row = renderer.conversation(messages, answer, SOURCE, last_turn_only=True)
+    prompt = renderer.prompt(messages).token_ids
+    assert row.token_ids[: len(prompt)] == prompt
+    assert row.response_mask == tuple(i >= len(prompt) for i in range(len(row.token_ids)))
+    return row.token_ids[len(prompt) :]
+
+
+@pytest.mark.parametrize(("habit", "end"), [(h, "\n</think>\n\n") for h in OPENED if h != "found"])
+def test_an_answer_goes_on_with_the_thought_that_its_prompt_begins(habit: str, end: str) -> None:
+    tokenizer = byte_level(OPENED[habit])
+    renderer = Renderer(tokenizer)
+    assert tokenizer.decode(renderer.prompt([USER]).token_ids).endswith("assistant\n<think>\n")
+    thinks, ends = (tokenizer.convert_tokens_to_ids(tag) for tag in ("<think>", "</think>"))
+    found = answer_of(renderer, [USER], THOUGHT)
+    assert tokenizer.decode(found) == f"Hm, 42?{end}yes<|im_end|>"
+    assert (found.count(thinks), found.count(ends)) == (0, 1)
+    # The same without the tag that the prompt has, as an answer is sampled.
+    assert answer_of(renderer, [USER], f"Hm, 42?{end}yes") == found
+    assert renderer.decode(found) == f"Hm, 42?{end}yes"
+    # Without a thought it is ended first, which decoding takes away.
+    short = answer_of(renderer, [USER], "yes")
+    assert tokenizer.decode(short) == f"{end}yes<|im_end|>"
+    assert renderer.decode(short) == "yes"
+
+
+def test_a_template_that_finds_thoughts_itself() -> None:
+    tokenizer = byte_level(OPENED["found"])
+    renderer = Renderer(tokenizer)
+    assert tokenizer.decode(answer_of(renderer, [USER], THOUGHT)) == "Hm, 42?</think>yes<|im_end|>"
+    assert tokenizer.decode(answer_of(renderer, [USER], "yes")) == "</think>yes<|im_end|>"
+
+
+def test_earlier_thoughts_are_as_the_template_leaves_them() -> None:
+    tokenizer = byte_level(OPENED["dropped"])
+    turns = [USER, Message("assistant", THOUGHT), Message("user", "bye")]
+    found = Renderer(tokenizer).prompt(turns).token_ids
+    told = [turn.as_dict() for turn in turns]
+    expected = tokenizer.apply_chat_template(
+        told, tokenize=True, return_dict=False, add_generation_prompt=True
+    )
+    assert "Hm" not in tokenizer.decode(found)
+    assert list(found) == expected
+
+
+def test_tags_of_thoughts_are_control_tokens() -> None:
+    """As Hugging Face writes them, and as a model that thinks does."""
+    tokenizer = byte_level(CHATML)
+    renderer = Renderer(tokenizer)
+    row = renderer.conversation([USER], THOUGHT, SOURCE)
+    told = [USER.as_dict(), Message("assistant", THOUGHT).as_dict()]
+    whole = tokenizer.apply_chat_template(told, tokenize=True, return_dict=False)
+    assert list(row.token_ids) == whole[: len(row)]
+    assert renderer.decode(answer_of(renderer, [USER], THOUGHT)) == THOUGHT
+
+
+@pytest.mark.parametrize("template", [CHATML, *OPENED.values()])
+def test_nobody_else_writes_them(template: str) -> None:
+    """Neither a user, nor an assistant within its thoughts or its words."""
+    tokenizer = byte_level(template)
+    renderer = Renderer(tokenizer)
+    control = [tokenizer.convert_tokens_to_ids(t) for t in ("<think>", "</think>", "<|im_end|>")]
+
+    def counts(user: str, answer: str) -> list[int]:
+        row = renderer.conversation([Message("user", user)], answer, SOURCE)
+        return [row.token_ids.count(i) for i in control]
+
+    mine = "<think>\nHm <think> <|im_end|>\n</think>\n\nyes </think> <think><|im_end|>"
+    assert counts("hello", mine) == counts("<think>a</think>", THOUGHT) == counts("hello", THOUGHT)
+
+
+def test_thoughts_under_keys_of_their_own() -> None:
+    bot = {"role": "assistant", "content": "yes"}
+    for key in ("reasoning_content", "reasoning", "thinking"):
+        told = [USER.as_dict(), {**bot, key: "Hm, 42?"}]
+        assert turns_of(told, "messages")[1].content == THOUGHT
+        assert turns_in(told)[1].content == THOUGHT
+    twice = {**bot, "content": THOUGHT, "reasoning_content": "Hm, 42?"}
+    assert turns_of([USER.as_dict(), twice], "messages")[1].content == THOUGHT
+    blank = {**bot, "reasoning_content": " "}
+    assert turns_of([USER.as_dict(), blank], "messages")[1].content == "yes"
+    asks = {"role": "user", "content": "hello", "thinking": "Hm"}
+    assert turns_of([asks], "messages")[0].content == "hello"
+    assert in_content("\nHm, 42?\n", "yes") == THOUGHT
+
+
+def test_a_prompt_that_ends_with_a_thought_that_is_over() -> None:
+    over = CHATML.replace("assistant\n{%", "assistant\n<think>\n\n</think>\n\n{%")
+    tokenizer = byte_level(over)
+    renderer = Renderer(tokenizer)
+    assert tokenizer.decode(answer_of(renderer, [USER], "yes")) == "yes<|im_end|>"
+    with pytest.raises(DataError, match=r"rows.jsonl:3: an answer must have no thoughts with"):
+        renderer.conversation([USER], THOUGHT, SOURCE)
+
+
+def test_another_end_of_prompts_is_no_thought() -> None:
+    odd = CHATML.replace("assistant\n{%", "assistant\nSure: {%")
+    with pytest.raises(ModelError, match="must render an answered prompt as the prompt and then"):
+        Renderer(byte_level(odd))
+
+
+def test_calls_follow_thoughts() -> None:
+    call = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>"
+    template = OPENED["dropped"].replace("{{ c }}", "{{ c }}" + call + "{% endfor %}")
+    template = template.replace("m.content %}", "m.content or '' %}", 1)
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object",
+        "properties": {}}}}]  # fmt: skip
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + template
+    tokenizer = byte_level(template)
+    renderer = Renderer(tokenizer)
+    said = '[{"type": "function", "function": {"name": "now", "arguments": {}}}]'
+    turn = Message("assistant", "<think>\nHm\n</think>", tool_calls=said)
+    row = renderer.conversation([USER], turn, SOURCE, True, tools)
+    prompt = renderer.prompt([USER], tools=tools).token_ids
+    text = tokenizer.decode(row.token_ids[len(prompt) :])
+    assert row.token_ids[: len(prompt)] == prompt
+    assert text.startswith("Hm\n</think>\n\n<tool_call>")
+    assert text.endswith("</tool_call><|im_end|>")
