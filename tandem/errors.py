@@ -32,6 +32,10 @@ class DataError(TandemError, ValueError):
     """A data file, or one of its rows, cannot be used."""
 
 
+class RewrittenError(DataError):
+    """A chat template writes an earlier answer, which is to be learned, otherwise than at first."""
+
+
 class ModelError(TandemError):
     """A model, tokenizer or adapter is missing, unsupported or inconsistent."""
 

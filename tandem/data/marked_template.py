@@ -17,6 +17,8 @@ from typing import Any
 
 from transformers.utils import chat_template_utils
 
+from tandem.data.template_limits import deadline
+
 Render = Callable[[str, Sequence[dict[str, str]], bool], tuple[str, list[str]]]
 """A template, turns and whether the assistant is to begin, to their text and what is marked in
 it."""
@@ -51,6 +53,15 @@ def marked(source: str, terminator: str, eos_token: str, render: Render) -> str:
             position, changed = found.end(), True
     result = "".join([*parts, source[position:]])
     return result if changed and _is_same(source, result, terminator, render) else source
+
+
+def marked_in_time(source: str, terminator: str, tokenizer: Any) -> str:
+    """`marked` for a tokenizer; as it is if trying the marks takes too long."""
+    try:
+        with deadline():
+            return marked(source, terminator, str(tokenizer.eos_token), rendering(tokenizer))
+    except TimeoutError:
+        return source
 
 
 def _with_marks(found: re.Match[str], terminator: str, eos_token: str) -> str | None:

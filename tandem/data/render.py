@@ -24,14 +24,15 @@ from tandem.data.call_reader import CallReader
 from tandem.data.changed_json import changed_tools, changed_turn, each, texts_of, tool_texts
 from tandem.data.control import ControlTokens, free_mark
 from tandem.data.excerpt import excerpt
-from tandem.data.marked_template import marked, rendering
+from tandem.data.marked_template import marked_in_time
 from tandem.data.own_template import PROBES, OwnTemplate, text_before
 from tandem.data.span_tokenizer import PieceTokenizer, definition_of
 from tandem.data.spoken import Spoken, spoken
 from tandem.data.template import ChatTemplate, Part
-from tandem.data.template_limits import deadline, in_time
+from tandem.data.template_limits import in_time
 from tandem.data.thoughts import thoughts_apart
 from tandem.data.turns import listed_tools, turns_in
+from tandem.data.unrolled import unrolled
 from tandem.errors import DataError, ModelError
 from tandem.message import Answer, Message, Role, answer_turn
 from tandem.text import visible
@@ -106,16 +107,9 @@ class Renderer:
         """The jinja template in use, to be saved with a model: with generation marks around what
         the assistant writes, if it had none and they can be put."""
         if self._marked is None:
-            self._marked = self._with_marks()
+            template = self._template
+            self._marked = marked_in_time(template.source, template.terminator, self._tokenizer)
         return self._marked
-
-    def _with_marks(self) -> str:
-        template, eos = self._template, str(self._tokenizer.eos_token)
-        try:
-            with deadline():
-                return marked(template.source, template.terminator, eos, rendering(self._tokenizer))
-        except TimeoutError:
-            return template.source
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -211,6 +205,12 @@ class Renderer:
         mask = ([False] * len(prompt_ids) if last_turn_only else before.mask) + answer_mask
         mask[0] = False  # Nothing precedes index 0 to predict it from.
         return TokenRow(tuple(prompt_ids + answer_ids), tuple(mask), source)
+
+    def learned(
+        self, messages: Sequence[Message], answer: Answer, source: Source, tools: str = ""
+    ) -> tuple[TokenRow, ...]:
+        """`conversation`, in as many rows as it takes to learn every answer: see `unrolled`."""
+        return unrolled(self, messages, answer, source, tools)
 
     def heard(
         self,

@@ -36,7 +36,7 @@ from tandem.types import PromptRow, Source, TokenRow
 
 Item = TypeVar("Item")
 Made = tuple[bytes, bytes]
-"""A row's ids as 8 bytes each, and its mask."""
+"""A row's ids as 8 bytes each, and its mask; or the number of rows that follow, without a mask."""
 Done = tuple[list[Made], str | None]
 """The rows that an item asked for, and what the data's error said that ended it, if one did."""
 
@@ -74,6 +74,11 @@ class RendersRows(Protocol):
         tools: str = "",
     ) -> TokenRow:
         """As `Renderer.conversation`."""
+
+    def learned(
+        self, messages: Sequence[Message], answer: Answer, source: Source, tools: str = ""
+    ) -> tuple[TokenRow, ...]:
+        """As `Renderer.learned`."""
 
     def document(self, text: str, source: Source) -> TokenRow:
         """As `Renderer.document`."""
@@ -127,6 +132,10 @@ class _Between(ABC):
     def _made(self, ask: Callable[[], PromptRow | TokenRow]) -> Made:
         """The row that `ask` would get from the renderer."""
 
+    @abstractmethod
+    def _all_made(self, ask: Callable[[], Sequence[TokenRow]]) -> list[Made]:
+        """The rows that `ask` would get from the renderer."""
+
     def prompt(
         self,
         messages: Sequence[Message],
@@ -148,12 +157,17 @@ class _Between(ABC):
         ask = partial(self.renderer.conversation, messages, answer, source, last_turn_only, tools)
         return self._row(ask, source)
 
+    def learned(
+        self, messages: Sequence[Message], answer: Answer, source: Source, tools: str = ""
+    ) -> tuple[TokenRow, ...]:
+        ask = partial(self.renderer.learned, messages, answer, source, tools)
+        return tuple(_token_row(made, source) for made in self._all_made(ask))
+
     def document(self, text: str, source: Source) -> TokenRow:
         return self._row(partial(self.renderer.document, text, source), source)
 
     def _row(self, ask: Callable[[], TokenRow], source: Source) -> TokenRow:
-        made = self._made(ask)
-        return TokenRow(_ids(made), tuple(map(bool, made[1])), source)
+        return _token_row(self._made(ask), source)
 
 
 @dataclass
@@ -169,6 +183,14 @@ class _HandsOut(_Between):
             raise DataError(self.error)
         return _made_of(ask()) if made is None else made
 
+    def _all_made(self, ask: Callable[[], Sequence[TokenRow]]) -> list[Made]:
+        made = next(self.ahead, None)
+        if made is None and self.error is not None:
+            raise DataError(self.error)
+        if made is None:
+            return [_made_of(row) for row in ask()]
+        return [next(self.ahead) for _ in range(_ids(made)[0])]
+
 
 @dataclass
 class _Listens(_Between):
@@ -180,10 +202,19 @@ class _Listens(_Between):
         self.heard.append(_made_of(ask()))
         return self.heard[-1]
 
+    def _all_made(self, ask: Callable[[], Sequence[TokenRow]]) -> list[Made]:
+        made = [_made_of(row) for row in ask()]
+        self.heard += [(array("q", [len(made)]).tobytes(), b""), *made]
+        return made
+
 
 def _made_of(row: PromptRow | TokenRow) -> Made:
     mask = row.response_mask if isinstance(row, TokenRow) else ()
     return array("q", row.token_ids).tobytes(), bytes(mask)
+
+
+def _token_row(made: Made, source: Source) -> TokenRow:
+    return TokenRow(_ids(made), tuple(map(bool, made[1])), source)
 
 
 def _ids(made: Made) -> tuple[int, ...]:

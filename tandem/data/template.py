@@ -32,7 +32,7 @@ from tandem.data.template_call import TemplateCall
 from tandem.data.template_limits import require_bounded
 from tandem.data.template_text import TemplateText
 from tandem.data.template_trial import cause, require_learnable, tried
-from tandem.errors import DataError, ModelError
+from tandem.errors import DataError, ModelError, RewrittenError
 from tandem.types import Message
 
 
@@ -237,8 +237,8 @@ class ChatTemplate:
             text: the text of these turns, up to where the assistant begins.
         Raises:
             DataError: the template refuses these turns.
-            ModelError: `every_answer`, and the template rewrites an earlier turn that is learned; a
-                DataError if there are tools or calls.
+            RewrittenError: `every_answer`, and the template rewrites an earlier turn that is
+                learned.
         """
         answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
         if answers[:1] == [0]:
@@ -251,10 +251,10 @@ class ChatTemplate:
         for i, placed in zip(answers, places(self, messages, answers, text, where), strict=True):
             if placed is None:
                 if every_answer and messages[i].learned:
-                    raise self._error_of(messages)(
-                        f"{self.name} must render earlier turns as it did at first; got a "
-                        f"rewrite of turn {i + 1} in {where}. Give the turn weight 0, to show it "
-                        f"and not learn it, in a row that ends with a later answer. {self._advice}"
+                    raise RewrittenError(
+                        f"{where}: earlier turns must be rendered as they were at first, to be "
+                        f"learned; the {self.name} rewrites turn {i + 1}. Give the turn weight 0, "
+                        "to show it and not learn it, in a row that ends with a later answer."
                     )
                 continue
             parts.append(self._part(text, cursor, placed.start, False))

@@ -29,6 +29,7 @@ from tandem.types import (
     TokenRow,
 )
 
+ANSWER_BY_ANSWER = "a row for each answer: the chat template rewrites earlier ones"
 Row = TypeVar("Row", TokenRow, PairRow, RankedRow, LabelledRow, GradedRow, PromptRow)
 Judged = PairRow | RankedRow | GradedRow
 """What a reward model learns from: a pair, a ranking of several answers, an answer's grade."""
@@ -53,7 +54,7 @@ def _conversation(renderer: RendersRows, sample: Sample, turns: Sequence[Message
 class _Form(Generic[Row]):
     """What a sample becomes: how it is rendered, and made to fit its stage."""
 
-    render: Callable[[Sample, RendersRows], Row]
+    render: Callable[[Sample, RendersRows], Row | tuple[Row, ...]]
     fit: Callable[[Row], Fitted[Row]]
 
 
@@ -88,12 +89,13 @@ class Rendering:
     ) -> list[TokenRow]:
         """Whole conversations and documents, with the loss on what `sft.loss_on` says."""
 
-        def render(sample: Sample, renderer: RendersRows) -> TokenRow:
+        def render(sample: Sample, renderer: RendersRows) -> TokenRow | tuple[TokenRow, ...]:
             if sample.text is not None:
                 return renderer.document(sample.text, sample.source)
-            row = _conversation(renderer, sample, sample.prompt)
             if self.config.sft.loss_on != "all":
-                return row
+                answer = sample.chosen or ""
+                return renderer.learned(sample.prompt, answer, sample.source, sample.tools)
+            row = _conversation(renderer, sample, sample.prompt)
             every = row
             if not all(turn.learned for turn in sample.prompt):
                 turns = [replace(turn, learned=True) for turn in sample.prompt]
@@ -281,26 +283,28 @@ class Rendering:
         rows = []
         with side_by_side(renderer, work, _render) as renderers:
             for (sample, form), its_renderer in zip(work, renderers, strict=True):
-                fitted: Fitted[Any]
                 try:
                     rendered = form.render(sample, its_renderer)
                 except DataError as error:
                     # A row that tokenizer or template reject is a bad row like any other.
                     if self.dataset.on_bad_row == "error":
                         raise
-                    reason = self._rejected(error)
-                    fitted = Fitted(None, "dropped", reason)
-                else:
-                    fitted = form.fit(rendered)
-                    if fitted.row is not None and room is not None and len(fitted.row) > room:
-                        fitted = Fitted(None, "dropped", "longer than the model's positions")
-                self._note(sample, use, fitted)
-                if fitted.row is not None:
-                    rows.append(fitted.row)
+                    self._note(sample, use, Fitted(None, "dropped", self._rejected(error)))
+                    continue
+                made = rendered if isinstance(rendered, tuple) else (rendered,)
+                fitted = [_within(room, form.fit(row)) for row in made]
+                if len(made) > 1:
+                    self._note(sample, use, Fitted(None, "kept", ANSWER_BY_ANSWER))
+                kept = [each.row for each in fitted if each.row is not None]
+                for each in fitted:
+                    if each.row is None and kept:
+                        each = Fitted(None, "kept", f"one of its answers left out: {each.reason}")
+                    self._note(sample, use, each)
+                rows += kept
         return rows
 
     def _note(self, sample: Sample, use: str | None, fitted: Fitted[Any]) -> None:
-        if fitted.outcome == "kept":
+        if not fitted.reason:
             return
         sources = sample.sources
         if sample.rows and isinstance(fitted.row, RankedRow) and fitted.outcome == "dropped":
@@ -324,6 +328,12 @@ class Rendering:
             said = one_line(error)
             self._rejection = f"the tokenizer or its template cannot take it; the first: {said}"
         return self._rejection
+
+
+def _within(room: int | None, fitted: Fitted[Any]) -> Fitted[Any]:
+    if fitted.row is not None and room is not None and len(fitted.row) > room:
+        return Fitted(None, "dropped", "longer than the model's positions")
+    return fitted
 
 
 def _has_tools(sample: Sample) -> bool:

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tandem.data.render import Renderer
-from tandem.errors import DataError, ModelError
+from tandem.errors import DataError, ModelError, RewrittenError
 from tandem.types import Message, Role, Source
 from tests.data.built_tokenizers import (
     CHATML,
@@ -378,8 +378,11 @@ def test_a_template_that_rewrites_history() -> None:
     answer = row.token_ids[len(renderer.prompt(TURNS)) :]
     assert tokenizer.decode(answer) == "<think>\n\n</think>\n\nthree<|im_end|>"
     assert renderer.decode(answer) == "three"
-    with pytest.raises(ModelError, match=r"must render earlier turns as .* turn 2 in rows.jsonl:3"):
+    with pytest.raises(RewrittenError, match=r"rows.jsonl:3: earlier turns must be .* turn 2"):
         renderer.conversation(list(TURNS), "three", SOURCE)
+    # Each answer behind its own prompt, and the last of two that are learned alone.
+    first = renderer.conversation(TURNS[:1], TURNS[1].content, SOURCE, last_turn_only=True)
+    assert renderer.learned(list(TURNS), "three", SOURCE) == (first, row)
     # A turn that is not learned need not be found.
     shown = [replace(turn, learned=False) for turn in TURNS]
     assert renderer.conversation(shown, "three", SOURCE) == row

@@ -20,7 +20,7 @@ from tandem.data.render import Renderer
 from tandem.data.side_by_side import RendersRows, num_processes, side_by_side
 from tandem.errors import DataError
 from tandem.types import Message, Source
-from tests.data.built_tokenizers import byte_level
+from tests.data.built_tokenizers import THINKING, byte_level
 
 COUNT = 150
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,6 +65,22 @@ def rows_of(renderer: Renderer, processes: int, use: Use = use, count: int = COU
             except DataError as error:
                 found.append(str(error))
     return found
+
+
+def test_several_rows_of_one_conversation_come_from_elsewhere_too() -> None:
+    """Some conversations become one row, some two or three, some an error."""
+    renderer = Renderer(byte_level(THINKING))
+
+    def learned(item: int, renderer: RendersRows) -> Any:
+        source = Source(dataset="d", path="file", line=item)
+        turns = [Message("user", f"{item}"), Message("assistant", "so")] * (item % 3)
+        end = "\ud800" if item % 13 == 12 else "yes"
+        asks = Message("user", "and?")
+        return [*renderer.learned([*turns, asks], end, source), renderer.document("a", source)]
+
+    alone = rows_of(renderer, 1, learned)
+    assert rows_of(renderer, 3, learned) == alone
+    assert {len(rows) for rows in alone if isinstance(rows, list)} == {2, 3, 4}
 
 
 @pytest.mark.parametrize("processes", [2, 3, 7])

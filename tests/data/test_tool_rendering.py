@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tandem.data.control import ControlTokens
 from tandem.data.render import Renderer
-from tandem.errors import DataError, ModelError
+from tandem.errors import DataError, ModelError, RewrittenError
 from tandem.types import Message, Source
 from tests.data.built_tokenizers import CHATML, THINKING, byte_level
 
@@ -252,7 +252,7 @@ def test_a_template_that_ends_calls_otherwise_is_named() -> None:
     turns = turns_of(renderer, DIALOG[:2])
     with pytest.raises(DataError, match="an answer with tool calls must follow the prompt and end"):
         renderer.conversation(turns[:1], turns[1], SOURCE)
-    with pytest.raises(DataError, match="must render earlier turns as it did"):
+    with pytest.raises(DataError, match="must be rendered as they were at first"):
         renderer.conversation(turns_of(renderer, DIALOG[:3]), "Rain.", SOURCE)
 
 
@@ -268,8 +268,11 @@ def test_a_call_that_is_rewritten_once_a_result_follows_may_be_shown() -> None:
     tokenizer = built(RETHINKING)
     renderer = Renderer(tokenizer)
     dialog = turns_of(renderer, DIALOG[:3])
-    with pytest.raises(DataError, match=r"rewrite of turn 2 in rows.jsonl:3. Give the turn weight"):
+    with pytest.raises(RewrittenError, match=r"rows.jsonl:3: .* rewrites turn 2. Give the turn we"):
         renderer.conversation(dialog, "Rain.", SOURCE, tools=TOOLS)
+    call, rain = renderer.learned(dialog, "Rain.", SOURCE, TOOLS)
+    assert call == renderer.conversation(dialog[:1], dialog[1], SOURCE, True, TOOLS)
+    assert rain == renderer.conversation(dialog, "Rain.", SOURCE, True, TOOLS)
     dialog[1] = replace(dialog[1], learned=False)
     row = renderer.conversation(dialog, "Rain.", SOURCE, tools=TOOLS)
     said = {"role": "assistant", "content": "Rain."}

@@ -17,6 +17,7 @@ from tandem.data import side_by_side
 from tandem.data.render import Renderer
 from tandem.errors import DataError
 from tandem.models.load import load_tokenizer
+from tandem.training.rendering import ANSWER_BY_ANSWER
 from tandem.training.run_stages import ledger_lines
 from tandem.training.stage_data import StepRows, load_renderer, prepare_rows
 from tandem.types import Message, RankedRow, Source, TokenRow
@@ -181,6 +182,43 @@ def test_turns_marked_as_not_learned_stay_off_the_mask(
     assert draft.strip() == "A draft."
     assert all(a == b for i, (a, b) in enumerate(masks) if i not in left)
     assert all(learned.response_mask[1:]) == (loss_on == "all")
+
+
+def test_answers_that_a_template_rewrites_are_learned_behind_their_own_prompts(
+    tmp_path: Path, tiny_model: str
+) -> None:
+    """As Qwen3's template, which leaves out the thoughts of answers that are not the last."""
+    template = tmp_path / "thinking.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}: {{ '<think> </think> ' if loop.last and m.role == "
+        "'assistant' }}{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    said = [("user", "Hi."), ("assistant", "Hello."), ("user", "Again."), ("assistant", "Yes.")]
+    turns = [{"role": role, "content": text} for role, text in said]
+    long = [turns[0], turns[1], {"role": "user", "content": "Again. " * 300}, turns[3]]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"messages": row}) + "\n" for row in (turns, long)))
+    config = tiny_config(
+        tmp_path / "run", tiny_model, str(data),
+        stages=["sft"], dataset__heldout=0, dataset__split=[1, 0, 0],
+        dataset__chat_template=str(template), dataset__max_tokens=200,
+    )  # fmt: skip
+    rows = prepare_rows(config, config.actor_model, config.actor_model)
+    learned = [
+        rows.renderer.decode(
+            [i for i, mine in zip(row.token_ids, row.response_mask, strict=True) if mine]
+        ).strip()
+        for row in rows.sft
+    ]
+    assert sorted(learned) == ["Hello.", "Hello.", "Yes."]
+    (account,) = rows.ledger.datasets.values()
+    notes = {note: n for note, n in account.notes.items() if "answer" in note}
+    assert notes == {
+        f"{ANSWER_BY_ANSWER} (texts)": 2,
+        "one of its answers left out: longer than max_tokens (texts)": 1,
+    }
+    assert account.used["texts"] == 2
 
 
 def test_a_run_notes_rows_that_look_rendered(tmp_path: Path, tiny_model: str) -> None:
