@@ -75,7 +75,7 @@ def tried(
             f"{name} must write an assistant's words as they are; got "
             f"{excerpt(text[len(base) :])} for {PROBE!r}. {advice}"
         )
-    in_place, joined = lead, bool(cue)
+    in_place, joined = lead, bool(cue) or thoughts.how == "joined"
     if thoughts.in_prompt and (cue or thoughts.ends not in lead):  # it would speak in a thought
         lead, joined = thoughts.between, True
     elif cue.endswith(lead):

@@ -39,8 +39,8 @@ class ThoughtForm:
     """How thoughts are given to one template.
 
     how: "content": at the beginning of the content. One of FIELDS: under that key. "joined":
-        Tandem writes them behind the prompt, since the template begins them there and has no place
-        for them. "": it takes none.
+        Tandem writes them behind the prompt, since the template takes them out of any answer. "":
+        it takes none.
     begins, ends: what stands around them in an answer's text; `begins` may be in the prompt.
     in_prompt: whether prompts end within a thought, after the white space `gap`.
     is_over: whether prompts end with a thought that is over.
@@ -181,6 +181,9 @@ def thought_form(write: Write, prompt: str, base: str, source: str) -> ThoughtFo
         between = by_field.between
         ends = pair[1] if same else between.strip() or ENDS
         return ThoughtForm(how, begins, ends, not by_field.before.strip(), False, between, gap)
+    own = pairs[0]
+    if own != _PAIRS[0] and not opened and not is_over and pair != own:  # takes its own tags out
+        return ThoughtForm("joined", *own, between=f"\n{own[1]}")
     if by_content:
         in_prompt = opened is not None
         return ThoughtForm("content", *pair, in_prompt, False, by_content.between, gap)

@@ -32,9 +32,9 @@ def render(renderer: Renderer, sample: Sample) -> dict[str, TokenRow]:
     prompt = renderer.prompt(sample.prompt, source=sample.source, tools=sample.tools).token_ids
     rendered = {"prompt": TokenRow(prompt, (False,) * len(prompt), sample.source)}
     if sample.chosen is not None:
-        rendered["chosen"] = renderer.conversation(
-            sample.prompt, sample.chosen, sample.source, tools=sample.tools
-        )
+        rows = renderer.learned(sample.prompt, sample.chosen, sample.source, sample.tools)
+        numbers = ["", *(f" {number}" for number in range(2, len(rows) + 1))]
+        rendered |= {f"chosen{n}": row for n, row in zip(numbers, rows, strict=True)}
     if sample.rejected is not None:
         # Pairs are compared by their last answers alone, so no earlier turn is marked.
         rendered["rejected"] = renderer.conversation(

@@ -139,6 +139,25 @@ def test_a_prompt_that_ends_with_a_thought_that_is_over() -> None:
         renderer.conversation([USER], THOUGHT, SOURCE)
 
 
+def test_a_template_that_takes_its_own_tags_out() -> None:
+    """As Gemma 4's: the model writes a channel, which any answered turn lacks."""
+    text = "{{ m.content.split('[/THINK]')[-1] if '[THINK]' in m.content else m.content }}"
+    tokenizer = byte_level(CHATML.replace("{{ m.content }}", text))
+    renderer = Renderer(tokenizer)
+    found = tokenizer.decode(answer_of(renderer, [USER], THOUGHT))
+    assert found == "[THINK]\nHm, 42?\n[/THINK]yes<|im_end|>"
+    assert tokenizer.decode(answer_of(renderer, [USER], "yes")) == "yes<|im_end|>"
+
+
+def test_a_prompts_text_goes_on_with_the_text_of_an_answer() -> None:
+    for template in (CHATML, *OPENED.values()):
+        renderer = Renderer(byte_level(template))
+        prompt = renderer.prompt([USER])
+        ids = answer_of(renderer, [USER], "<think>\nHm\n</think>\n\nyes")
+        whole = renderer.prompt_text(prompt) + renderer.decode(ids)
+        assert whole == renderer.continuation([*prompt.token_ids, *ids[:-1]])
+
+
 def test_another_end_of_prompts_is_no_thought() -> None:
     odd = CHATML.replace("assistant\n{%", "assistant\nSure: {%")
     with pytest.raises(ModelError, match="must render an answered prompt as the prompt and then"):

@@ -48,6 +48,11 @@ class LetterRenderer:
         ids = [ord(c) for m in messages for c in m.content] + [ord(c) for c in answer] + [0]
         return TokenRow(tuple(ids), (*mask, *[True] * (len(answer) + 1)), source)
 
+    def learned(
+        self, messages: Sequence[Message], answer: str, source: Source, tools: str = ""
+    ) -> tuple[TokenRow, ...]:
+        return (self.conversation(messages, answer, source, False, tools),)
+
     def document(self, text: str, source: Source) -> TokenRow:
         return TokenRow((*map(ord, text), 0), (False, *[True] * len(text)), source)
 
