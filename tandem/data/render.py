@@ -142,11 +142,10 @@ class Renderer:
     def takes_more_turns(self) -> bool:
         """Whether an answered conversation can go on: the template may take one prompt alone."""
         opening = list(self._template.opening)
-        try:
+        with suppress(DataError):
             self._template.prompt([*opening, Message("assistant", "yes"), opening[-1]], "probe")
-        except DataError:
-            return False
-        return True
+            return True
+        return False
 
     def prompt(
         self,
@@ -283,13 +282,11 @@ class Renderer:
 
     def hides(self, messages: Sequence[Message], role: str) -> bool:
         """Whether the template writes nothing of a role's turns; not where it refuses them."""
-        try:
-            with in_time("probe"):
-                return self._template.hides(
-                    self._template.calls.in_form(messages, False, "probe"), role
-                )
-        except DataError:
-            return False
+        with suppress(DataError), in_time("probe"):
+            return self._template.hides(
+                self._template.calls.in_form(messages, False, "probe"), role
+            )
+        return False
 
     def hides_tools(self, messages: Sequence[Message]) -> bool:
         """Whether the template writes nothing of tools for turns like these."""
@@ -391,6 +388,8 @@ class Renderer:
     def _decoded_frame(self) -> tuple[str, str]:
         """The text around the assistant's words in an answer's decoded ids."""
         lead, trail = self._template.lead, self._template.trail
+        if self._template.thoughts.in_prompt:
+            lead = ""  # what ends a thought there tells it from one that was cut off
         before = self._template.prompt(self._template.opening, "probe")
         for probe in PROBES:
             ids = self._pieces.encode(lead + probe + trail, free_mark([lead, trail]), before, "")

@@ -72,8 +72,7 @@ class TemplateText:
         frame, last = self.frame, messages[-1]
         own = frame.lead
         if last.thoughts and frame.thoughts.how == "joined":
-            begins = "" if frame.thoughts.in_prompt else f"{frame.thoughts.begins}\n"
-            own = begins + last.thoughts + frame.thoughts.between
+            own = frame.thoughts.before + last.thoughts + frame.thoughts.between
             messages = (*messages[:-1], replace(last, thoughts=""))
         before = self._rendered(messages[:-1], True, tools, form)
         text = self._rendered(messages, False, tools, form)

@@ -45,6 +45,8 @@ class ThoughtForm:
     in_prompt: whether prompts end within a thought, after the white space `gap`.
     is_over: whether prompts end with a thought that is over.
     between: from a thought to the words, with white space, if the template showed it.
+    before: what stands before joined thoughts that the prompt does not begin.
+    as_written: whether the content is written as it is, also where its thought is empty.
     """
 
     how: str = ""
@@ -54,6 +56,8 @@ class ThoughtForm:
     is_over: bool = False
     between: str = ""
     gap: str = ""
+    before: str = ""
+    as_written: bool = False
 
     def split(self, text: str) -> tuple[str, str] | None:
         """The thoughts and the words of an answer, with their white space; None without thoughts,
@@ -66,7 +70,7 @@ class ThoughtForm:
                     return thoughts, words
         if self.in_prompt:
             thoughts, found, words = text.partition(self.ends)
-            if found:
+            if found and self.begins not in thoughts and BEGINS not in thoughts:
                 return thoughts, words
         return None
 
@@ -84,9 +88,11 @@ class ThoughtForm:
         if found is None:
             return turn
         thoughts, words = found
+        if not thoughts.strip() and not self.as_written:  # what the template writes for none
+            return replace(turn, content=words.lstrip("\n"))
         if self.how == "content":  # as it was written
             kept = self.gap + thoughts.lstrip() if self.in_prompt else thoughts
-            return replace(turn, thoughts=kept or "\n\n", content=words)
+            return replace(turn, thoughts=kept or "\n", content=words)
         kept = thoughts.strip("\n") if self.how == "joined" else thoughts.strip()
         return replace(turn, thoughts=kept, content=words.lstrip("\n"))
 
@@ -104,11 +110,19 @@ NO_THOUGHTS = ThoughtForm()
 """Of a template that takes none."""
 
 
+def bare(thoughts: str) -> str:
+    """Thoughts without line breaks, and tags, around them."""
+    kept = thoughts.strip("\n")
+    if kept.startswith(BEGINS) and kept.endswith(ENDS):
+        kept = kept.removeprefix(BEGINS).removesuffix(ENDS).strip("\n")
+    return kept
+
+
 def in_content(thoughts: str, words: str) -> str:
     """A turn's content with thoughts that data has elsewhere; words that have some are kept."""
     if words.lstrip().startswith(BEGINS):
         return words
-    kept = thoughts.strip("\n")
+    kept = bare(thoughts)
     return f"{BEGINS}\n{kept}\n{ENDS}\n\n{words}"
 
 
@@ -183,17 +197,34 @@ def thought_form(write: Write, prompt: str, base: str, source: str) -> ThoughtFo
         return ThoughtForm(how, begins, ends, not by_field.before.strip(), False, between, gap)
     own = pairs[0]
     if own != _PAIRS[0] and not opened and not is_over and pair != own:  # takes its own tags out
-        return ThoughtForm("joined", *own, between=f"\n{own[1]}")
+        return ThoughtForm("joined", *own, between=f"\n{own[1]}", before=f"{own[0]}\n")
     if by_content:
         in_prompt = opened is not None
-        return ThoughtForm("content", *pair, in_prompt, False, by_content.between, gap)
+        as_written = by_content.before.endswith(f"{pair[0]}\n") and by_content.between.startswith(
+            f"\n{pair[1]}\n\n"
+        )
+        return ThoughtForm(
+            "content", *pair, in_prompt, False, by_content.between, gap,
+            as_written=as_written and not in_prompt and not _empty(write, prompt, pairs),
+        )  # fmt: skip
     if by_field and not is_over and not by_field.before.strip():
         ends = by_field.between.strip()
         return ThoughtForm("joined", BEGINS, ends or ENDS, True, False, by_field.between)
     if opened:
         between = f"\n{opened[1]}\n\n" if prompt.endswith("\n") else opened[1]
         return ThoughtForm("joined", *opened, True, False, between)
+    if not is_over and (tags := _empty(write, prompt, pairs)):
+        return ThoughtForm("joined", *tags, between=tags[1], before=tags[0])
     return ThoughtForm(is_over=is_over)
+
+
+def _empty(write: Write, prompt: str, pairs: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
+    """The tags of an empty thought that a template writes before words without thoughts."""
+    text = ""
+    with suppress(Exception):  # as above
+        text = write({"content": _WORDS})
+    lead = _SPACE.sub("", text.removeprefix(prompt).partition(_WORDS)[0])
+    return next((pair for pair in pairs if lead == "".join(pair)), None)
 
 
 def _shown(text: str, prompt: str, base: str) -> _Shown | None:

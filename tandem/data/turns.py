@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from tandem.data.excerpt import describe, excerpt, names
 from tandem.data.rows import RowProblem
-from tandem.data.thoughts import FIELDS, in_content
+from tandem.data.thoughts import ENDS, FIELDS, bare, in_content
 from tandem.data.tools import loads, read_calls, read_tools
 from tandem.errors import DataError
 from tandem.message import Message, Role
@@ -255,7 +255,8 @@ def _turn(item: Any, field: str, number: int) -> Message:
         raise RowProblem(
             field, f"tool calls of {role} in turn {number}", "have the assistant's only"
         )
-    content = "" if calls and not content else content
+    thinks = any(item.get(name) for name in FIELDS)
+    content = "" if (calls or thinks) and not content else content
     text = _content(content, f"{field}.{content_key}", number)
     if role == "assistant":
         text = _with_thoughts(item, text)
@@ -349,6 +350,8 @@ def _with_thoughts(item: Mapping[str, Any], words: str) -> str:
     found = (value for name in FIELDS if isinstance(value := item.get(name), str) and value.strip())
     thoughts = next(found, "")
     _check_encodable(thoughts, "thoughts")
+    if ENDS in bare(thoughts):
+        raise RowProblem("thoughts", excerpt(bare(thoughts)), f"have no {ENDS} within")
     return in_content(thoughts, words) if thoughts else words
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 from transformers import PreTrainedTokenizerBase
 
@@ -10,7 +13,7 @@ from tandem.data.thoughts import in_content
 from tandem.data.turns import turns_in, turns_of
 from tandem.errors import DataError, ModelError
 from tandem.types import Message, Source
-from tests.data.built_tokenizers import CHATML, byte_level
+from tests.data.built_tokenizers import CHATML, THINKING, byte_level
 
 SOURCE = Source("set", "rows.jsonl", 3)
 USER = Message("user", "hello")
@@ -64,10 +67,15 @@ def test_an_answer_goes_on_with_the_thought_that_its_prompt_begins(habit: str, e
     # The same without the tag that the prompt has, as an answer is sampled.
     assert answer_of(renderer, [USER], f"Hm, 42?{end}yes") == found
     assert renderer.decode(found) == f"Hm, 42?{end}yes"
-    # Without a thought it is ended first, which decoding takes away.
+    # Without a thought it is ended first, which tells it from a thought that was cut off.
     short = answer_of(renderer, [USER], "yes")
     assert tokenizer.decode(short) == f"{end}yes<|im_end|>"
-    assert renderer.decode(short) == "yes"
+    assert renderer.decode(short) == f"{end}yes"
+    for same in (f"{end}yes", "<think>\n\n</think>\n\nyes", "<think></think>yes"):
+        assert answer_of(renderer, [USER], same) == short
+    # Tags that do not begin the answer are words.
+    words = "yes <think>Hm</think> no"
+    assert renderer.decode(answer_of(renderer, [USER], words)) == end + words
 
 
 def test_a_template_that_finds_thoughts_itself() -> None:
@@ -125,6 +133,12 @@ def test_thoughts_under_keys_of_their_own() -> None:
     assert turns_of([USER.as_dict(), twice], "messages")[1].content == THOUGHT
     blank = {**bot, "reasoning_content": " "}
     assert turns_of([USER.as_dict(), blank], "messages")[1].content == "yes"
+    tagged = {**bot, "reasoning_content": "<think>\nHm, 42?\n</think>"}
+    assert turns_of([USER.as_dict(), tagged], "messages")[1].content == THOUGHT
+    alone = {"role": "assistant", "content": None, "reasoning_content": "Hm, 42?"}
+    assert turns_of([USER.as_dict(), alone], "messages")[1].content == THOUGHT.removesuffix("yes")
+    with pytest.raises(DataError, match="thoughts must have no </think> within"):
+        turns_in([USER.as_dict(), {**bot, "thinking": "Hm </think> hm"}])
     asks = {"role": "user", "content": "hello", "thinking": "Hm"}
     assert turns_of([asks], "messages")[0].content == "hello"
     assert in_content("\nHm, 42?\n", "yes") == THOUGHT
@@ -147,6 +161,23 @@ def test_a_template_that_takes_its_own_tags_out() -> None:
     found = tokenizer.decode(answer_of(renderer, [USER], THOUGHT))
     assert found == "[THINK]\nHm, 42?\n[/THINK]yes<|im_end|>"
     assert tokenizer.decode(answer_of(renderer, [USER], "yes")) == "yes<|im_end|>"
+
+
+def test_empty_thoughts() -> None:
+    """They stay where the content is written as it is; else they are as of an answer without."""
+    empty = "<think>\n\n</think>\n\nyes"
+    tokenizer = byte_level(CHATML)
+    renderer = Renderer(tokenizer)
+    assert tokenizer.decode(answer_of(renderer, [USER], empty)) == f"{empty}<|im_end|>"
+    renderer = Renderer(byte_level(THINKING))
+    assert answer_of(renderer, [USER], empty) == answer_of(renderer, [USER], "yes")
+    # A template that writes an empty thought before any answer, and loses those of others.
+    tokenizer = byte_level(CHATML.replace("{{ m.content }}", "{{ '<think></think>' if m.role == "
+        "'assistant' }}{{ m.content.split('</think>')[-1] | trim }}"))  # fmt: skip
+    renderer = Renderer(tokenizer)
+    thinks = tokenizer.decode(answer_of(renderer, [USER], THOUGHT))
+    assert thinks == "<think>Hm, 42?</think>yes<|im_end|>"
+    assert answer_of(renderer, [USER], empty) == answer_of(renderer, [USER], "yes")
 
 
 def test_a_prompts_text_goes_on_with_the_text_of_an_answer() -> None:
@@ -180,4 +211,11 @@ def test_calls_follow_thoughts() -> None:
     text = tokenizer.decode(row.token_ids[len(prompt) :])
     assert row.token_ids[: len(prompt)] == prompt
     assert text.startswith("Hm\n</think>\n\n<tool_call>")
+    # A call behind a thought that ends at once is read, too; within one that does not end, none.
+    bare = renderer.conversation([USER], replace(turn, content=""), SOURCE, True, tools)
+    found = renderer.decode(bare.token_ids[len(prompt) :])
+    assert renderer.spoken(found, json.dumps(tools), [USER]).turn.tool_calls
+    assert not renderer.spoken(
+        found.replace("</think>", ""), json.dumps(tools), [USER]
+    ).turn.tool_calls
     assert text.endswith("</tool_call><|im_end|>")
