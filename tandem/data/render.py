@@ -208,7 +208,7 @@ class Renderer:
     def learned(
         self, messages: Sequence[Message], answer: Answer, source: Source, tools: str = ""
     ) -> tuple[TokenRow, ...]:
-        """`conversation`, in as many rows as it takes to learn every answer: see `unrolled`."""
+        """`conversation`, in a row for each answer where the template rewrites earlier ones."""
         return unrolled(self, messages, answer, source, tools)
 
     def heard(
