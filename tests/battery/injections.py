@@ -57,12 +57,15 @@ def _mangled(text: str, random: Random) -> str:
 
 
 def injection(strings: list[str], random: Random) -> str:
-    """A text full of control strings; never blank."""
+    """A text full of control strings; never blank, and no answer that begins with a thought, whose
+    tags are control tokens."""
     parts = []
     for _ in range(random.randint(1, 6)):
         known = random.choice(strings) if random.random() < 0.8 else random.choice(COMMON)
         parts += [_mangled(known, random), random.choice(_FILLERS)]
     text = "".join(parts)
+    if text.lstrip().startswith("<think>"):
+        return f"x{text}"
     return text if text.strip() else "x"
 
 
