@@ -178,18 +178,19 @@ class _HandsOut(_Between):
     error: str | None
 
     def _made(self, ask: Callable[[], PromptRow | TokenRow]) -> Made:
-        made = next(self.ahead, None)
-        if made is None and self.error is not None:
-            raise DataError(self.error)
-        return _made_of(ask()) if made is None else made
+        return self._next() or _made_of(ask())
 
     def _all_made(self, ask: Callable[[], Sequence[TokenRow]]) -> list[Made]:
+        if (number := self._next()) is None:
+            return [_made_of(row) for row in ask()]
+        return [next(self.ahead) for _ in range(_ids(number)[0])]
+
+    def _next(self) -> Made | None:
+        """What was made ahead; None if the renderer has to be asked."""
         made = next(self.ahead, None)
         if made is None and self.error is not None:
             raise DataError(self.error)
-        if made is None:
-            return [_made_of(row) for row in ask()]
-        return [next(self.ahead) for _ in range(_ids(made)[0])]
+        return made
 
 
 @dataclass

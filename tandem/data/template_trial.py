@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Protocol
 
 from jinja2 import TemplateError
@@ -57,11 +58,14 @@ def tried(
             f"{name} must render a user's and an assistant's turn; got {cause(problem)}. {advice}"
         ) from problem
     base = prompt if text.startswith(prompt) else _common(prompt, text)
+    lead, found, after = text[len(base) :].partition(PROBE)
     dialog = [turn.as_dict() for turn in opening]
+
+    def answered(turn: Mapping[str, str]) -> str:
+        return call([*dialog, {"role": "assistant", **turn}], False)
+
     with deadline():
-        thoughts = thought_form(
-            lambda turn: call([*dialog, {"role": "assistant", **turn}], False), prompt, base, source
-        )
+        thoughts = thought_form(answered, prompt, base, lead, source)
     cue = prompt[len(base) :]
     if cue and not _is_thought(cue, thoughts):
         raise ModelError(
@@ -69,7 +73,6 @@ def tried(
             f"{excerpt(prompt[-30:])} at the prompt's end and {excerpt(text[-60:])} with the "
             f"answer. {advice}"
         )
-    lead, found, after = text[len(base) :].partition(PROBE)
     if not found:
         raise ModelError(
             f"{name} must write an assistant's words as they are; got "

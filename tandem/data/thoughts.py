@@ -158,12 +158,13 @@ class _Shown:
     between: str
 
 
-def thought_form(write: Write, prompt: str, base: str, source: str) -> ThoughtForm:
+def thought_form(write: Write, prompt: str, base: str, lead: str, source: str) -> ThoughtForm:
     """How a template takes thoughts.
 
     Args:
         write: the template; it may raise anything.
-        prompt: its text of the turns before. base: what answered turns have of it.
+        prompt: its text of the turns before. base: what answered turns have of it. lead: what
+            stands between that and the words of an answer without thoughts.
         source: the template's.
     """
     pairs = [*(pair for pair in _PAIRS[1:] if pair[0] in source), _PAIRS[0]]
@@ -171,6 +172,8 @@ def thought_form(write: Write, prompt: str, base: str, source: str) -> ThoughtFo
     opened = next((pair for pair in pairs if end.endswith(pair[0])), None)
     gap = prompt[len(end) :]
     is_over = opened is None and any(end.endswith(pair[1]) for pair in pairs)
+    tags = _SPACE.sub("", lead) if base == prompt else ""
+    empty = next((pair for pair in pairs if tags == "".join(pair)), None)
 
     def shown(turn: Mapping[str, str]) -> _Shown | None:
         text = ""
@@ -187,44 +190,30 @@ def thought_form(write: Write, prompt: str, base: str, source: str) -> ThoughtFo
             pair, by_content = (begins, ends), found
             break
     if by_field and by_field.behind_prompt:
-        same = by_content and _same(by_field.text, by_content.text)
-        begins = by_field.before.strip() or (opened or (BEGINS,))[0]
-        how = "content" if same else field
-        if same:
-            begins = pair[0]
-        between = by_field.between
-        ends = pair[1] if same else between.strip() or ENDS
-        return ThoughtForm(how, begins, ends, not by_field.before.strip(), False, between, gap)
+        before, between = by_field.before.strip(), by_field.between
+        how, tagged = field, (before or (opened[0] if opened else BEGINS), between.strip() or ENDS)
+        if by_content and _same(by_field.text, by_content.text):
+            how, tagged = "content", pair
+        return ThoughtForm(how, *tagged, in_prompt=not before, between=between, gap=gap)
     own = pairs[0]
     if own != _PAIRS[0] and not opened and not is_over and pair != own:  # takes its own tags out
         return ThoughtForm("joined", *own, between=f"\n{own[1]}", before=f"{own[0]}\n")
     if by_content:
-        in_prompt = opened is not None
-        as_written = by_content.before.endswith(f"{pair[0]}\n") and by_content.between.startswith(
-            f"\n{pair[1]}\n\n"
-        )
+        before, between = by_content.before, by_content.between
+        shows_all = before.endswith(f"{pair[0]}\n") and between.startswith(f"\n{pair[1]}\n\n")
         return ThoughtForm(
-            "content", *pair, in_prompt, False, by_content.between, gap,
-            as_written=as_written and not in_prompt and not _empty(write, prompt, pairs),
+            "content", *pair, in_prompt=opened is not None, between=between, gap=gap,
+            as_written=shows_all and not opened and not empty,
         )  # fmt: skip
     if by_field and not is_over and not by_field.before.strip():
-        ends = by_field.between.strip()
-        return ThoughtForm("joined", BEGINS, ends or ENDS, True, False, by_field.between)
+        between = by_field.between
+        return ThoughtForm("joined", ends=between.strip() or ENDS, in_prompt=True, between=between)
     if opened:
         between = f"\n{opened[1]}\n\n" if prompt.endswith("\n") else opened[1]
-        return ThoughtForm("joined", *opened, True, False, between)
-    if not is_over and (tags := _empty(write, prompt, pairs)):
-        return ThoughtForm("joined", *tags, between=tags[1], before=tags[0])
+        return ThoughtForm("joined", *opened, in_prompt=True, between=between)
+    if not is_over and empty:
+        return ThoughtForm("joined", *empty, between=empty[1], before=empty[0])
     return ThoughtForm(is_over=is_over)
-
-
-def _empty(write: Write, prompt: str, pairs: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
-    """The tags of an empty thought that a template writes before words without thoughts."""
-    text = ""
-    with suppress(Exception):  # as above
-        text = write({"content": _WORDS})
-    lead = _SPACE.sub("", text.removeprefix(prompt).partition(_WORDS)[0])
-    return next((pair for pair in pairs if lead == "".join(pair)), None)
 
 
 def _shown(text: str, prompt: str, base: str) -> _Shown | None:

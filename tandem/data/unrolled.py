@@ -8,28 +8,18 @@ conversation becomes several rows, one for each answer that is learned, up to th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tandem.errors import RewrittenError
 from tandem.message import Answer, Message, answer_turn
 from tandem.types import Source, TokenRow
 
-
-class _Renders(Protocol):
-    """What is asked of a renderer: see `Renderer.conversation`."""
-
-    def conversation(
-        self,
-        messages: Sequence[Message],
-        answer: Answer,
-        source: Source,
-        last_turn_only: bool = False,
-        tools: str = "",
-    ) -> TokenRow: ...
+if TYPE_CHECKING:
+    from tandem.data.render import Renderer
 
 
 def unrolled(
-    renderer: _Renders, messages: Sequence[Message], answer: Answer, source: Source, tools: str
+    renderer: Renderer, messages: Sequence[Message], answer: Answer, source: Source, tools: str
 ) -> tuple[TokenRow, ...]:
     """The conversation as one row, whose mask holds on every learned answer; or, if the template
     rewrites one of them later, as a row for each, whose mask holds on its last answer.

@@ -294,32 +294,39 @@ class Rendering:
                 made = rendered if isinstance(rendered, tuple) else (rendered,)
                 fitted = [_within(room, form.fit(row)) for row in made]
                 if len(made) > 1:
-                    self._note(sample, use, Fitted(None, "kept", ANSWER_BY_ANSWER))
+                    self._remark(sample.sources, use, ANSWER_BY_ANSWER)
                 kept = [each.row for each in fitted if each.row is not None]
                 for each in fitted:
                     if each.row is None and kept:
-                        each = Fitted(None, "kept", f"one of its answers left out: {each.reason}")
-                    self._note(sample, use, each)
+                        left_out = f"one of its answers left out: {each.reason}"
+                        self._remark(sample.sources, use, left_out)
+                    else:
+                        self._note(sample, use, each)
                 rows += kept
         return rows
 
     def _note(self, sample: Sample, use: str | None, fitted: Fitted[Any]) -> None:
-        if not fitted.reason:
+        if fitted.outcome == "kept":
             return
         sources = sample.sources
         if sample.rows and isinstance(fitted.row, RankedRow) and fitted.outcome == "dropped":
             kept = {answer.source for answer in fitted.row.sequences}
             sources = tuple(s for rows in sample.rows if rows[0] not in kept for s in rows)
+        if use is None or fitted.outcome != "dropped":
+            self._remark(sources, use, fitted.reason)
+            return
         for source in sources:
-            if use is not None and fitted.outcome == "dropped":
-                self.ledger.drop(source, use, fitted.reason)
-            else:
-                note = f"{fitted.reason} ({use or 'measuring'})"
-                if use is None:  # a held-out row is measured in several ways
-                    if (source, note) in self._measured:
-                        continue
-                    self._measured.add((source, note))
-                self.ledger.datasets[source.dataset].notes[note] += 1
+            self.ledger.drop(source, use, fitted.reason)
+
+    def _remark(self, sources: Sequence[Source], use: str | None, remark: str) -> None:
+        """Note something of rows that are not dropped for it."""
+        note = f"{remark} ({use or 'measuring'})"
+        for source in sources:
+            if use is None:  # a held-out row is measured in several ways
+                if (source, note) in self._measured:
+                    continue
+                self._measured.add((source, note))
+            self.ledger.datasets[source.dataset].notes[note] += 1
 
     def _rejected(self, error: DataError) -> str:
         """Why a row that the tokenizer or its template rejects is dropped, with what the first of

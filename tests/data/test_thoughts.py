@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 from tandem.data.render import Renderer
 from tandem.data.thoughts import in_content
@@ -27,10 +26,8 @@ OPENED = {
     "dropped": _BEGIN + _SPLIT + "{% endif %}{{ c }}" + _END + "<think>\n{% endif %}",
     # A thought of the content is found by the template; an answer without has the end alone.
     "found": _BEGIN
-    + _SPLIT.replace("{% set c =", "{% set t = c.split('</think>')[0].split('<think>')[-1] | trim "
-                     "%}{% set c =", 2).replace("{% set t = c.split('</think>')[0].split('<think>')"
-                     "[-1] | trim %}", "", 1)
-    + "{{ '<think>' + t }}{% elif m.role == 'assistant' %}{% endif %}"
+    + "{% set c = m.content %}{% if '</think>' in c %}{{ '<think>' + (c.split('</think>')[0].split("
+    "'<think>')[-1] | trim) }}{% set c = c.split('</think>')[-1] %}{% endif %}"
     "{{ '</think>' if m.role == 'assistant' }}{{ c | trim }}" + _END + "<think>{% endif %}",
     # Under a key of its own.
     "field": _BEGIN
@@ -40,10 +37,6 @@ OPENED = {
     "as it is": _BEGIN
     + "{{ '<think>\n' if m.role == 'assistant' }}{{ m.content }}" + _END + "<think>\n{% endif %}",
 }  # fmt: skip
-
-
-def ids_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def answer_of(renderer: Renderer, messages: list[Message], answer: str) -> tuple[int, ...]:
