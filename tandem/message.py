@@ -18,8 +18,8 @@ class Message:
         none. Beside calls `content` may be empty.
     tool_call_id, name: which call a tool's turn answers, and which tool does; "" where it is not
         said.
-    thoughts: what the assistant thought before it spoke, where a renderer keeps it apart. Data has
-        it at the beginning of `content`, within <think> and </think>.
+    thoughts: what the assistant thought before it spoke. Rows that are read have it at the
+        beginning of `content`, within <think> and </think>, which means the same.
 
     Example: Message("assistant", "", tool_calls='[{"type": "function", "function": {"name": "add",
     "arguments": {"a": 2, "b": 2}}}]'), which Message("tool", "4", name="add") may answer.
@@ -42,6 +42,8 @@ class Message:
             turn["tool_call_id"] = self.tool_call_id
         if self.name:
             turn["name"] = self.name
+        if self.thoughts:
+            turn["reasoning_content"] = self.thoughts
         return turn
 
 

@@ -272,7 +272,8 @@ class Renderer:
         return self._pieces.decode(words).removeprefix(self._lead).removesuffix(self._trail)
 
     def prompt_text(self, row: PromptRow) -> str:
-        """A prompt as the model reads it, up to where the text of an answer (`decode`) follows."""
+        """A prompt as the model reads it, control tokens included, up to where the text of an
+        answer (`decode`) follows."""
         thinks = self._template.thoughts.ends in self._lead  # the answer has other thoughts
         return self.continuation(row.token_ids) + (self._lead if not thinks else "")
 

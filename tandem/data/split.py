@@ -60,7 +60,11 @@ def split_key(sample: Sample, seed: int) -> bytes:
 def content_key(sample: Sample) -> bytes:
     """32 bytes that two samples share if they are the same in every turn and answer."""
     turns = tuple(
-        (turn.role, turn.content, *filter(None, (turn.tool_calls, turn.tool_call_id, turn.name)))
+        (
+            turn.role,
+            turn.content,
+            *filter(None, (turn.tool_calls, turn.tool_call_id, turn.name, turn.thoughts)),
+        )
         for turn in sample.prompt
     )
     tools = (sample.tools,) if sample.tools else ()

@@ -101,7 +101,8 @@ class TemplateText:
         return text
 
     def _given(self, message: Message, form: CallForm | None) -> dict[str, Any]:
+        thoughts = message.thoughts
+        if thoughts:
+            message = replace(message, thoughts="")
         turn = form.turn(message) if form and message.tool_calls else message.as_dict()
-        if not message.thoughts:
-            return turn
-        return self.frame.thoughts.given(turn, message.thoughts)
+        return self.frame.thoughts.given(turn, thoughts) if thoughts else turn

@@ -137,6 +137,7 @@ def thoughts_apart(
         DataError: the last turn is an answer with thoughts, and the template's prompts end with a
             thought that is over.
     """
+    messages = [_whole(turn) for turn in messages]
     last = messages[-1]
     if form.is_over and last.role == "assistant" and form.split(last.content):
         raise DataError(
@@ -145,6 +146,13 @@ def thoughts_apart(
             "chat_template by which the assistant thinks."
         )
     return [form.apart(turn) if turn.role == "assistant" else turn for turn in messages]
+
+
+def _whole(turn: Message) -> Message:
+    """A turn with its thoughts in its content, as data has them."""
+    if not turn.thoughts:
+        return turn
+    return replace(turn, content=in_content(turn.thoughts, turn.content), thoughts="")
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,9 +202,10 @@ def turns_in(messages: str | Sequence[Message | Mapping[str, Any]]) -> list[Mess
         if isinstance(turn, Mapping) and "role" in turn:
             calls = read_calls(turn.get("tool_calls"), "tool_calls", number)
             content = turn.get("content")
-            content = "" if calls and content is None else content
-            if turn["role"] == "assistant" and isinstance(content, str):
-                content = _with_thoughts(turn, content)
+            thoughts = _thoughts(turn) if turn["role"] == "assistant" else ""
+            content = "" if (calls or thoughts) and content is None else content
+            if thoughts and isinstance(content, str):
+                content = in_content(thoughts, content)
             more = (_word(turn, name, "messages", number) for name in ("tool_call_id", "name"))
             turn = Message(cast(Role, turn["role"]), cast(str, content), True, calls, *more)
         if not isinstance(turn, Message) or not isinstance(turn.content, str):
@@ -255,11 +256,11 @@ def _turn(item: Any, field: str, number: int) -> Message:
         raise RowProblem(
             field, f"tool calls of {role} in turn {number}", "have the assistant's only"
         )
-    thinks = any(item.get(name) for name in FIELDS)
-    content = "" if (calls or thinks) and not content else content
+    thoughts = _thoughts(item) if role == "assistant" else ""
+    content = "" if (calls or thoughts) and not content else content
     text = _content(content, f"{field}.{content_key}", number)
-    if role == "assistant":
-        text = _with_thoughts(item, text)
+    if thoughts:
+        text = in_content(thoughts, text)
     learned = role != "assistant" or _is_learned(item, field, number)
     if role != "tool":
         return Message(role, text, learned, calls)
@@ -345,14 +346,18 @@ def _content(value: Any, field: str, number: int) -> str:
     raise RowProblem(field, f"{describe(value)} in turn {number}", "be text, or text parts only")
 
 
-def _with_thoughts(item: Mapping[str, Any], words: str) -> str:
-    """A turn's words, with thoughts that it has under a key of their own at the beginning."""
+def _thoughts(item: Mapping[str, Any]) -> str:
+    """Thoughts that a turn has under a key of their own; "" without.
+
+    Raises:
+        RowProblem: they hold what ends thoughts, or half of a surrogate pair.
+    """
     found = (value for name in FIELDS if isinstance(value := item.get(name), str) and value.strip())
     thoughts = next(found, "")
     _check_encodable(thoughts, "thoughts")
     if ENDS in bare(thoughts):
         raise RowProblem("thoughts", excerpt(bare(thoughts)), f"have no {ENDS} within")
-    return in_content(thoughts, words) if thoughts else words
+    return thoughts
 
 
 def _part(part: Any) -> str | None:

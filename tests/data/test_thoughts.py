@@ -156,6 +156,23 @@ def test_a_template_that_takes_its_own_tags_out() -> None:
     assert tokenizer.decode(answer_of(renderer, [USER], "yes")) == "yes<|im_end|>"
 
 
+def test_thoughts_of_a_turn_are_those_of_its_content() -> None:
+    turn = Message("assistant", "yes", thoughts="Hm, 42?")
+    assert turn.as_dict() == {
+        **Message("assistant", "yes").as_dict(),
+        "reasoning_content": "Hm, 42?",
+    }
+    for template in (CHATML, THINKING, *OPENED.values()):
+        renderer = Renderer(byte_level(template))
+        same = renderer.conversation([USER], THOUGHT, SOURCE)
+        assert renderer.conversation([USER], turn, SOURCE) == same
+        asked = [USER, turn, USER]
+        assert (
+            renderer.prompt(asked).token_ids
+            == renderer.prompt([USER, Message("assistant", THOUGHT), USER]).token_ids
+        )
+
+
 def test_empty_thoughts() -> None:
     """They stay where the content is written as it is; else they are as of an answer without."""
     empty = "<think>\n\n</think>\n\nyes"
