@@ -37,8 +37,8 @@ def answer(
 ) -> Draw:
     """Answer requests with one sampler in a batch, and set their ends.
 
-    Rows are padded with token 0, which every model has and the mask hides. If a model's recurrent
-    state sees it nevertheless, only prompts of equal length share a batch.
+    Rows are padded with token 0, which every model has and the mask hides. If a model's numbers
+    depend on it nevertheless, only prompts of equal length share a batch.
 
     Returns:
         All draws, (n, T) each, T the longest answer; meaningless past an answer's end.
@@ -91,7 +91,11 @@ _padded: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def _padding_enters(model: PreTrainedModel) -> bool:
-    """Whether masked tokens on the left change a recurrent model's logits."""
+    """Whether masked tokens on the left change a model's logits: those of a recurrent one, or of
+    one whose layers take keys together by their place in the row."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    if any(word in kind for kind in kinds for word in ("compressed", "sparse")):
+        return True  # though it shows only past the length of such a block
     if not getattr(model, "_is_stateful", False):
         return False
     if model not in _padded:

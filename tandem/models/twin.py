@@ -21,6 +21,7 @@ start of a run.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -82,6 +83,8 @@ class _Twin:
 
 _twins: WeakKeyDictionary[PreTrainedModel, _Twin] = WeakKeyDictionary()
 _stand_ins: WeakKeyDictionary[PreTrainedModel, _Twin] = WeakKeyDictionary()
+
+_KINDS = {"full_attention", "sliding_attention"}
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -256,6 +259,9 @@ def _recorded(twin: PreTrainedModel) -> tuple[tuple[LayerShape, ...], str]:
             hidden = base_forward(twin, ids, torch.arange(3, device=device)[None])
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        others = set(getattr(twin.config.get_text_config(), "layer_types", None) or ()) - _KINDS
+        if others:  # that says more than how their code failed
+            reason = f"layers of {min(others)}"
         return (), f"family {family!r} does not run on packed tokens ({reason})"
     finally:
         handle.remove()
@@ -263,14 +269,15 @@ def _recorded(twin: PreTrainedModel) -> tuple[tuple[LayerShape, ...], str]:
             module.training = training
     text = twin.config.get_text_config()
     layers = text.num_hidden_layers
-    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
-        # The chunks are in the mask alone, and a packed forward has no mask.
-        return (), f"family {family!r} attends in chunks of {text.attention_chunk_size} tokens"
+    if recording.why_not:
+        return (), f"family {family!r} {recording.why_not[0]}"
     if sorted(recording.shapes) != list(range(layers)):
         return (), (
             f"{len(recording.shapes)} of {layers} layers of family {family!r} attend through "
             "transformers' attention interface"
         )
+    if kind := _hidden_kind(text, recording):
+        return (), f"family {family!r} has layers of {kind}, known to its own masks alone"
     # Not the type of the weights: shards are cast when they are gathered.
     if hidden.dtype != begins[0]:
         return (), (
@@ -278,6 +285,25 @@ def _recorded(twin: PreTrainedModel) -> tuple[tuple[LayerShape, ...], str]:
             f"{_name(begins[0])}"
         )
     return tuple(recording.shapes[i] for i in range(layers)), ""
+
+
+def _hidden_kind(config: Any, recording: Recording) -> str:
+    """A kind of attention that a layer has by its config, but did not ask for; empty if none.
+
+    Chunks and windows that are in a mask alone, which the packed forward lacks, would show in
+    sequences longer than those of any check.
+    """
+    width = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:  # all layers are alike
+        positions = getattr(config, "max_position_embeddings", None)
+        shown = any(recording.windows.values()) or not width or width >= (positions or math.inf)
+        return "" if shown else "sliding_attention"
+    windows = {"full_attention": False, "sliding_attention": bool(width)}
+    for layer, kind in enumerate(kinds):
+        if windows.get(kind) != (recording.windows.get(layer, 0) > 0):
+            return str(kind)
+    return ""
 
 
 def _name(dtype: torch.dtype) -> str:

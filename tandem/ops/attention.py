@@ -53,6 +53,9 @@ def tandem_attention(
     Returns:
         (1, N, Hq, Dv) and no weights.
     """
+    step = current_step()
+    if isinstance(step, Recording):
+        step.why_not += _not_taken(module, attention_mask, kwargs)
     kind = AttentionSpec(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=int(sliding_window or 0),
@@ -67,6 +70,17 @@ def tandem_attention(
 AttentionInterface.register(TANDEM_ATTENTION, tandem_attention)
 
 
+def _not_taken(module: nn.Module, mask: Tensor | None, others: dict[str, Any]) -> list[str]:
+    """What a family passes to attention that would be lost here: a mask of its own, a bias on the
+    scores, chosen keys."""
+    found = [] if mask is None else ["masks keys in a way of its own"]
+    lost = (name for name, value in others.items() if isinstance(value, Tensor))
+    found += [f"passes {name} to attention" for name in lost if name != "position_ids"]
+    if others.get("is_causal", getattr(module, "is_causal", True)) is False:
+        found.append("sees tokens to the right")
+    return found
+
+
 def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionSpec) -> Tensor:
     """Attention of N tokens, q (N, Hq, Dk), k (N, Hkv, Dk), v (N, Hkv, Dv) -> (N, Hq, Dv)."""
     if not q.dtype == k.dtype == v.dtype:
@@ -75,7 +89,10 @@ def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionSpec) -> 
     if isinstance(step, Decode):
         return paged_attention(q, k, v, step, layer, kind)
     if isinstance(step, Recording):
+        if layer in step.shapes:  # one place in KV memory for two sets of keys
+            step.why_not.append("attends more than once a layer")
         step.shapes[layer] = LayerShape(k.shape[1], k.shape[2], v.shape[2])
+        step.windows[layer] = kind.window
         step = step.packed
     if step.memory is not None and step.block_tables is not None:
         store_kv(k, v, step.memory, layer, step.block_tables, step.cu_seqlens)

@@ -243,10 +243,16 @@ class Decode:
 
 @dataclass(slots=True)
 class Recording:
-    """One sequence, to learn what each layer keeps; `shapes` fills by layer index."""
+    """One sequence, to learn what each layer keeps and how far it sees.
+
+    shapes, windows: fill by layer index; a window of 0 is all keys.
+    why_not: what a layer asks for that attention over packed sequences does not have.
+    """
 
     packed: Packed
     shapes: dict[int, LayerShape] = field(default_factory=dict)
+    windows: dict[int, int] = field(default_factory=dict)
+    why_not: list[str] = field(default_factory=list)
 
 
 AttentionMetadata = Packed | Decode | Recording
