@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,10 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tandem.config.schema import SamplingConfig
 from tandem.engine.forward import generation_weights, response_logprobs
 from tandem.engine.placement import onload
-from tandem.errors import NumericsError
+from tandem.errors import ModelError, NumericsError
+from tandem.generation.generator import generate, max_positions
 from tandem.generation.runners import make_runner
+from tandem.generation.stops import Stops
 from tandem.models.blocks import decoder_blocks
 from tandem.models.lm_head import check_head
 from tandem.models.lora import adapters_off
@@ -23,12 +27,14 @@ from tandem.models.shared_copy import plain_copy
 from tandem.models.twin import decodes, supports_packing, twin_of
 from tandem.parallel.shard import shards_of
 from tandem.parallel.tensor import TensorGroup
-from tandem.types import TokenBatch
+from tandem.text import one_line
+from tandem.types import PromptRow, Source, TokenBatch
 
 TOLERANCE = {"cpu": 0.0}
 """Largest difference of log-probs allowed, in nats, by kind of device."""
 _ELSEWHERE = 1e-3
 _LENGTHS = (13, 6)
+_NEW_TOKENS = 4
 
 
 @torch.no_grad()
@@ -40,7 +46,8 @@ def check_policy(model: PreTrainedModel, group: TensorGroup | None = None) -> Ag
     Returns:
         how decoding compares with the training forward; None without a twin.
     Raises:
-        ModelError: the model is not supported, or the plan of its slices is wrong.
+        ModelError: the model is not supported, Hugging Face's `generate` draws from other
+            distributions than its forward gives, or the plan of its slices is wrong.
     """
     with generation_weights(model, group):
         # Slices stand in for the twin; the model's own forward gathers for itself.
@@ -48,8 +55,53 @@ def check_policy(model: PreTrainedModel, group: TensorGroup | None = None) -> Ag
         own = plain_copy(model) if is_whole_here else model
         check_head(model, own)
         if not decodes(model):
+            if not is_whole_here:
+                _check_generate(model)
             return None
         return check_twin(model, own, trains_elsewhere=group is not None, make_decoder=make_runner)
+
+
+def _check_generate(model: PreTrainedModel) -> None:
+    """Compare the log-probs of answers by Hugging Face's `generate` with the forward's.
+
+    Raises:
+        ModelError: they are further apart than rounding makes them.
+    """
+    rows = _random_tokens(model).to(torch.device("cpu"))
+    limit = max_positions(model) or _NEW_TOKENS + max(_LENGTHS)
+    prompts = [
+        PromptRow(
+            tuple(ids[: min(n, limit - _NEW_TOKENS)].tolist()), (), {}, Source("check", "", i)
+        )
+        for i, (ids, n) in enumerate(zip(rows.token_ids, _LENGTHS, strict=True))
+        if limit > _NEW_TOKENS
+    ]
+    if not prompts:
+        return
+    sampling = SamplingConfig(max_new_tokens=_NEW_TOKENS)
+    family = model.config.model_type
+    with evaluating(model), torch.no_grad():
+        try:
+            made = generate(model, prompts, sampling, Stops((), 0, str))
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+        ) as error:  # of the family's code
+            raise ModelError(
+                f"Hugging Face's generate must run family {family!r}; got "
+                f"{type(error).__name__}: {one_line(error)}. Choose a model of another family."
+            ) from error
+        scored, _ = response_logprobs(model, made.batch)
+    apart = (made.rollout_logprobs - scored)[made.batch.response_mask].abs().mean()
+    tolerance = 4 * math.sqrt(torch.finfo(model.dtype).eps)
+    if not float(apart) <= tolerance:
+        raise ModelError(
+            f"Hugging Face's generate must draw by the own forward of family {family!r}; got "
+            f"log-probs {float(apart):.3g} nats apart (at most {tolerance:.1g} by rounding). "
+            "Choose a model of another family."
+        )
 
 
 @torch.no_grad()
@@ -105,17 +157,25 @@ def _traced(model: PreTrainedModel, batch: TokenBatch) -> tuple[Tensor, list[Ten
     computing = twin_of(model) if packs else model
     outputs: list[Tensor] = []
     try:
-        with evaluating(model), _recorded(decoder_blocks(computing), outputs):
+        with evaluating(model), _recorded(_blocks_of(computing), outputs):
             logprobs, _ = response_logprobs(model, batch)
     finally:
         shards_of(model).reshard()
     return logprobs, outputs
 
 
+def _blocks_of(model: PreTrainedModel) -> Any:
+    """A model's blocks; none where they are not in one list, as HRM's, which run several times."""
+    try:
+        return decoder_blocks(model)
+    except ModelError:
+        return []
+
+
 def _states(output: Any) -> Tensor:
-    """What a block gives: a tensor, the first of a tuple, or the sum of two addends, as a GPU's
+    """What a block gives: a tensor, the first of several, or the sum of two addends, as a GPU's
     blocks have it (`models.gpu_blocks`)."""
-    first, *others = output if isinstance(output, tuple) else (output,)
+    first, *others = output if isinstance(output, tuple | list) else (output,)
     added = others and isinstance(others[0], Tensor) and others[0].shape == first.shape
     states: Tensor = first + others[0] if added else first
     return states

@@ -132,6 +132,11 @@ def require_decoder(config: PreTrainedConfig, name: str) -> None:
         getattr(config, "auto_map", None) or {}
     ):
         found = "no causal language model"
+    elif family == "cpmant":
+        found = "whose forward puts prompts of its own before every row"
+    elif family == "doge" and getattr(config, "is_moe", False):
+        # Its code says so; transformers keeps it for the sake of checkpoints.
+        found = "whose router mixes a row's tokens, later ones too"
     else:
         return
     raise ModelError(

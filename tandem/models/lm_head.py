@@ -212,6 +212,11 @@ def check_head(model: PreTrainedModel, own: PreTrainedModel | None = None, seed:
             f"family {config.model_type!r} must compute in {model.dtype}; its own forward mixes "
             f"types: {first_line(error)}. Use --dtype fp32."
         ) from error
+    except (LookupError, TypeError, ValueError, AttributeError) as error:  # of the family's code
+        raise ModelError(
+            f"family {config.model_type!r} must run on token ids and a mask; got "
+            f"{type(error).__name__}: {first_line(error)}. This family is not supported."
+        ) from error
     family = config.model_type
     if not bool((full[mask] < math.inf).all()):  # minus infinity excludes a token
         raise NumericsError(

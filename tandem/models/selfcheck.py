@@ -83,28 +83,34 @@ def check_twin(
     Raises:
         ModelError: the twin's logits, or their likeliest tokens, differ from the model's.
     """
-    config = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None) or max(_LENGTHS)
-    lengths = [min(length, limit) for length in _LENGTHS]
-    generator = torch.Generator().manual_seed(seed)
-    rows = [torch.randint(config.vocab_size, (n,), generator=generator) for n in lengths]
-    rows = [row.to(model.device) for row in rows]
+    rows, runs = _random_rows(model, seed), own or model
+    family, advice = model.config.model_type, _advice(model)
     with evaluating(model):
-        runs = own or model
         full = torch.cat([runs(input_ids=row[None], use_cache=False).logits[0] for row in rows])
         packed = _packed_logits(model, rows)
         decoded = _decoded_logits(model, rows, make_decoder or _Modules) if decodes(model) else None
-    advice = _advice(model)
-    to_model = _require_close(full, packed, config.model_type, "packed", advice)
+    to_model = _require_close(full, packed, family, "packed", advice)
     if decoded is None:
         return Agreement(False, math.inf, math.inf, to_model)
     places = _decoded_places(rows)
-    _require_close(full[places], decoded, config.model_type, "decoding", advice)
+    _require_close(full[places], decoded, family, "decoding", advice)
     trained = (full if trains_elsewhere else packed)[places]
     gap = torch.log_softmax(decoded.float(), -1) - torch.log_softmax(trained.float(), -1)
     gap = gap.abs()
     is_equal = torch.equal(decoded, trained)
     return Agreement(is_equal, float(gap.mean()), float(gap.max()), to_model)
+
+
+def _random_rows(model: PreTrainedModel, seed: int) -> list[Tensor]:
+    """Two rows of tokens, of different lengths."""
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None) or max(_LENGTHS)
+    generator = torch.Generator().manual_seed(seed)
+    rows = [
+        torch.randint(config.vocab_size, (min(length, limit),), generator=generator)
+        for length in _LENGTHS
+    ]
+    return [row.to(model.device) for row in rows]
 
 
 def _packed_logits(model: PreTrainedModel, rows: list[Tensor]) -> Tensor:
