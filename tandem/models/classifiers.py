@@ -1,6 +1,6 @@
 """Scalar heads for families that have no sequence-classification class in transformers.
 
-Such a family gets a class built as most families' are (transformers'
+Nor one whose head is a linear layer `score` alone. Such a family gets a class built as most families' are (transformers'
 GenericForSequenceClassification): its backbone, and a linear layer `score` on the last hidden
 states. It is registered with transformers, so that in this process
 AutoModelForSequenceClassification builds and loads it like any other. Elsewhere a folder saved from
@@ -22,6 +22,9 @@ from transformers.models.auto.modeling_auto import (
 
 from tandem.errors import ModelError
 
+_OTHER_HEADS = ("ctrl", "modernbert-decoder")
+"""Families whose class in transformers scores with more than a linear layer named `score`."""
+
 
 def require_classifier(config: PreTrainedConfig, name: str) -> None:
     """Make sure that AutoModelForSequenceClassification has a class for a model's family.
@@ -32,7 +35,8 @@ def require_classifier(config: PreTrainedConfig, name: str) -> None:
         ModelError: it has none, and the family has no backbone class of its own to put a head on.
     """
     kind = type(config)
-    if kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or (
+    known = kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if (known and config.model_type not in _OTHER_HEADS) or (
         "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
     ):
         return
@@ -44,7 +48,8 @@ def require_classifier(config: PreTrainedConfig, name: str) -> None:
             "the reward model and critic."
         )
     # Without exist_ok, transformers accepts no class for a family of its own.
-    AutoModelForSequenceClassification.register(kind, _classifier(backbone), exist_ok=True)
+    made = _classifier(backbone, kind)
+    AutoModelForSequenceClassification.register(kind, made, exist_ok=True)
 
 
 def take_backbone(model: PreTrainedModel, other: PreTrainedModel) -> None:
@@ -68,8 +73,11 @@ def one_output(config: PreTrainedConfig) -> None:
     config.problem_type = "regression"
 
 
-def _classifier(backbone: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A class for `backbone` and a head, a subclass of the family's PreTrainedModel."""
+def _classifier(
+    backbone: type[PreTrainedModel], config: type[PreTrainedConfig]
+) -> type[PreTrainedModel]:
+    """A class for `backbone` and a head, a subclass of the family's PreTrainedModel; `config` may
+    be of a family that uses another one's backbone."""
     family = next(
         base
         for base in backbone.__mro__
@@ -82,7 +90,7 @@ def _classifier(backbone: type[PreTrainedModel]) -> type[PreTrainedModel]:
         {
             # transformers looks up the module of a class to see what its layers support.
             "__module__": backbone.__module__,
-            "config_class": backbone.config_class,
+            "config_class": config,
             # As in the family's language model, so that its files fit.
             "base_model_prefix": family.base_model_prefix or "model",
         },

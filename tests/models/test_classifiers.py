@@ -37,10 +37,12 @@ WITHOUT_A_CLASS: dict[str, dict[str, Any]] = {
     "codegen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64},
     "cohere": LLAMA,
     "cohere2": LLAMA,
+    "ctrl": {"n_embd": 32, "n_layer": 2, "n_head": 4, "dff": 48},  # has one with other parts
     "ernie4_5": LLAMA,
     "glm4_moe": _MIXTURE | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1},
     "granite": LLAMA,
     "granitemoe": _MIXTURE,
+    "internlm3": LLAMA,  # another family's classes
     "lfm2": LLAMA | {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48},
     "llama4_text": LLAMA
     | {
