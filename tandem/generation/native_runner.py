@@ -38,7 +38,8 @@ from tandem.ops import dense, native
 from tandem.ops.attention_context import KVMemory, Packed
 from tandem.ops.sizes import SHARE_TO_PACK
 
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "cwm": "Cwm",
+            "qwen2": "Qwen2", "qwen3": "Qwen3"}  # fmt: skip
 """Model types that generate from packed weights on a CPU, and how their classes are called."""
 _LAYER_CLASSES = {"input_layernorm": TwinRMSNorm, "post_attention_layernorm": TwinRMSNorm,
                   "self_attn": TwinRotaryAttention, "mlp": TwinGatedMLP}  # fmt: skip

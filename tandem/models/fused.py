@@ -22,6 +22,7 @@ from tandem.models.token_layers import TokenEmbedding, TokenHead
 from tandem.models.twin_layers import (
     TwinAdaptedLinear,
     TwinConv1D,
+    TwinDifferentialAttention,
     TwinEmbedding,
     TwinFrozenConv1D,
     TwinFrozenLinear,
@@ -31,6 +32,7 @@ from tandem.models.twin_layers import (
     TwinLinear,
     TwinRMSNorm,
     TwinRotaryAttention,
+    TwinScaledAttention,
     TwinTokenEmbedding,
     TwinTokenHead,
 )
@@ -62,11 +64,12 @@ def fused(module: Any, kind: type[nn.Module]) -> Fused:
 
 def _norm(module: Any, kind: type[nn.Module]) -> Fused:
     eps = getattr(module, "variance_epsilon", None) or module.eps
-    return TwinRMSNorm, {"_eps": eps, "_unit_offset": kind.__name__.startswith("Gemma")}
+    return TwinRMSNorm, {"_eps": eps, "_unit_offset": "Gemma" in kind.__name__}
 
 
 def _gated_mlp(module: Any, kind: type[nn.Module]) -> Fused:
-    if not isinstance(module.act_fn, SiLUActivation | GELUTanh | nn.SiLU):
+    drops = getattr(module, "residual_dropout", 0.0)  # SeedOss
+    if drops or not isinstance(module.act_fn, SiLUActivation | GELUTanh | nn.SiLU):
         return kind, {}
     return TwinGatedMLP, {"_tanh": isinstance(module.act_fn, GELUTanh)}
 
@@ -81,11 +84,24 @@ def _attention(module: Any, kind: type[nn.Module]) -> Fused:
     return TwinRotaryAttention, {"_window": _window(module, kind), "_softcap": softcap}
 
 
+def _scaled_attention(module: Any, kind: type[nn.Module]) -> Fused:
+    parameters = module.config.rope_parameters
+    beta = float(parameters.get("llama_4_scaling_beta") or 0.0)
+    reached = parameters.get("original_max_position_embeddings")
+    return TwinScaledAttention, {
+        "_window": _window(module, kind), "_softcap": 0.0, "_beta": beta, "_reached": reached,
+    }  # fmt: skip
+
+
+def _differential_attention(module: Any, kind: type[nn.Module]) -> Fused:
+    return TwinDifferentialAttention, {"_window": 0, "_softcap": 0.0}
+
+
 def _window(module: Any, kind: type[nn.Module]) -> int:
-    """How many keys a layer sees; 0 is all. Mistral reads it from its config at every call."""
+    """How many keys a layer sees; 0 is all. Mistral's read it from their config at every call."""
     if "sliding_window" in module.__dict__:
         return int(module.sliding_window or 0)
-    if kind.__name__ == "MistralAttention":
+    if kind.__name__ in ("MistralAttention", "MixtralAttention", "Ministral3Attention"):
         return int(getattr(module.config, "sliding_window", None) or 0)
     return 0
 
@@ -137,19 +153,47 @@ def _names(families: str, ending: str) -> list[str]:
 _BY_NAME: dict[str, Callable[[Any, type[nn.Module]], Fused]] = {
     **dict.fromkeys(
         _names(
-            "Llama Mistral Qwen2 Qwen3 Mixtral Phi3 Olmo2 SmolLM3 Granite Gemma Gemma2 Gemma3",
+            "Llama Mistral Qwen2 Qwen3 Mixtral Phi3 Olmo2 SmolLM3 Granite Gemma Gemma2 Gemma3 "
+            "Apertus Arcee AriaText AXK1 BitNet Cohere2Moe Cwm DeepseekV2 DeepseekV3 DiffLlama "
+            "Dots1 Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe Glm Glm4 Glm4Moe Glm4MoeLite "
+            "GraniteMoe GraniteMoeShared GraniteMoeSWA GraniteSWA HunYuanDenseV1 HunYuanMoEV1 HYV3 "
+            "HyperCLOVAX JetMoe Kolibri1 Laguna LongcatFlash Mellum MiMoV2Flash MiniCPM3 MiniMaxM2 "
+            "Ministral Ministral3 Olmoe Phi4Multimodal Qwen2Moe Qwen3Moe SeedOss SolarOpen "
+            "VaultGemma Youtu",
             "RMSNorm",
         ),
         _norm,
     ),
     **dict.fromkeys(
-        _names("Llama Mistral Qwen2 Qwen3 Gemma Gemma2 Gemma3 Granite SmolLM3", "MLP"), _gated_mlp
+        _names(
+            "Llama Mistral Qwen2 Qwen3 Gemma Gemma2 Gemma3 Granite SmolLM3 "
+            "Afmoe AXK1 Cohere Cohere2 Cohere2Moe Cwm DeepseekV2 DeepseekV3 DiffLlama Dots1 "
+            "Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe Flint Glm4Moe Glm4MoeLite GraniteSWA Helium "
+            "HunYuanDenseV1 HunYuanMoEV1 HYV3 HyperCLOVAX Kolibri1 Laguna LongcatFlash Mellum "
+            "MiMoV2Flash MiniCPM3 Ministral Ministral3 Olmo Olmo2 Olmo3 Qwen2Moe Qwen3Moe SeedOss "
+            "SolarOpen StableLm VaultGemma Youtu",
+            "MLP",
+        ),
+        _gated_mlp,
     ),
-    **dict.fromkeys(_names("Phi3 Glm Glm4", "MLP"), _joined_mlp),
+    **dict.fromkeys(_names("Phi3 Phi4Multimodal Glm Glm4", "MLP"), _joined_mlp),
     **dict.fromkeys(
-        _names("Llama Mistral Qwen2 Qwen3 Gemma Gemma2 Granite", "Attention"), _attention
+        _names(
+            "Llama Mistral Qwen2 Qwen3 Gemma Gemma2 Granite Arcee AriaText Cwm Dots1 GraniteMoe "
+            "GraniteMoeShared HyperCLOVAX Jais2 Mellum Ministral Mixtral Qwen3Moe SolarOpen "
+            "VaultGemma",
+            "Attention",
+        ),
+        _attention,
     ),
-    **dict.fromkeys(_names("Llama Mistral Qwen2 Qwen3 Gemma", "DecoderLayer"), _rotary_layer),
+    "Ministral3Attention": _scaled_attention,
+    "DiffLlamaAttention": _differential_attention,
+    **dict.fromkeys(
+        _names(
+            "Llama Mistral Qwen2 Qwen3 Gemma Arcee Cwm Jais2 Ministral Ministral3", "DecoderLayer"
+        ),
+        _rotary_layer,
+    ),
     "OPTDecoderLayer": _opt_layer,
     "OPTAttention": _opt_attention,
     "PhimoeTopKRouter": _router,

@@ -37,6 +37,15 @@ def fused_rotary_layer(kind: Any) -> Any:
         positions = keywords["position_embeddings"]
         addends = _addends(hidden_states)
         wanted = wanted_tokens() if self._is_last else None
+
+        def attended_to(normed: Tensor) -> Tensor:
+            attended: Tensor = self.self_attn(
+                hidden_states=normed,
+                position_embeddings=positions,
+                position_ids=keywords.get("position_ids"),
+            )[0]
+            return attended
+
         if addends is None:
             made = block_on_cpu(self, hidden_states, positions)
             if made is not None:
@@ -44,12 +53,12 @@ def fused_rotary_layer(kind: Any) -> Any:
             if wanted is None:
                 return kind.forward(self, hidden_states, **keywords)
             normed = self.input_layernorm(hidden_states)
-            attended, _ = self.self_attn(hidden_states=normed, position_embeddings=positions)
+            attended = attended_to(normed)
             attended, residual = wanted.of(attended, hidden_states)
             residual = residual + attended
             return residual + self.mlp(self.post_attention_layernorm(residual))
         residual, normed = self.input_layernorm.of_sum(*addends)
-        attended, _ = self.self_attn(hidden_states=normed, position_embeddings=positions)
+        attended = attended_to(normed)
         if wanted is not None:
             attended, residual = wanted.of(attended, residual)
         residual, normed = self.post_attention_layernorm.of_sum(residual, attended)

@@ -151,6 +151,7 @@ class TwinRotaryAttention(nn.Module):
         if gpu.fuses(hidden_states):
             cos, sin = position_embeddings
             qkv, sizes = self._projected(hidden_states)
+            qkv = self.scaled(qkv, sizes[0], **kwargs)
             out = attend_rotary(module.layer_idx, qkv, sizes, cos[0], sin[0], self.kind())
             return module.o_proj(out.reshape(1, heads[0], -1)), None
         q = module.q_proj(hidden_states).view(heads)
@@ -160,8 +161,13 @@ class TwinRotaryAttention(nn.Module):
             q, k = module.q_norm(q), module.k_norm(k)
         cos, sin = position_embeddings
         q, k = dense.rotary(q, k, cos[0], sin[0])
+        q = self.scaled(q, q.shape[1], **kwargs)
         out = attend(module.layer_idx, q, k, v, self.kind())
         return module.o_proj(out.reshape(1, heads[0], -1)), None
+
+    def scaled(self, x: Tensor, heads: int, **kwargs: Any) -> Tensor:
+        """x (N, H, D), its first `heads` heads, the queries, scaled by their positions; here x."""
+        return x
 
     def kind(self) -> AttentionSpec:
         """What `attend` has to know of this layer."""
@@ -185,6 +191,53 @@ class TwinRotaryAttention(nn.Module):
             q, k, v = qkv.split((*sizes, heads), 1)
             qkv = torch.cat([module.q_norm(q), module.k_norm(k), v], 1)
         return qkv, sizes
+
+
+class TwinScaledAttention(TwinRotaryAttention):
+    """Attention whose queries are scaled by 1 + beta log(1 + floor(position / reached)), as Llama
+    4's, so that long contexts are attended to as sharply."""
+
+    def scaled(self, x: Tensor, heads: int, **kwargs: Any) -> Tensor:
+        """(N, H, D), with `position_ids` (1, N) -> (N, H, D)."""
+        module: Any = self
+        if not module._beta:
+            return x
+        far = torch.floor(kwargs["position_ids"][0] / module._reached)
+        factor = (1 + module._beta * torch.log(1 + far)).to(x.dtype)[:, None, None]
+        if heads == x.shape[1]:
+            return x * factor
+        return torch.cat([x[:, :heads] * factor, x[:, heads:]], 1)
+
+
+class TwinDifferentialAttention(TwinRotaryAttention):
+    """Differential attention (arXiv:2410.05258): the difference of two maps over the same values.
+
+    Each key is kept with a value of either half, side by side, so that it is attended to once.
+    """
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """(1, N, D) -> (1, N, D) and no weights; cos and sin (1, N, R)."""
+        module: Any = self
+        heads = (hidden_states.shape[1], -1, module.head_dim)
+        q = module.q_proj(hidden_states).view(heads)
+        k = module.k_proj(hidden_states).view(heads)
+        halves = module.v_proj(hidden_states).view(heads).chunk(2, dim=1)
+        v = torch.cat([half.repeat(1, 2, 1) for half in halves], dim=-1)
+        cos, sin = position_embeddings
+        q, k = dense.rotary(q, k, cos[0], sin[0])
+        one, other = attend(module.layer_idx, q, k, v, self.kind()).chunk(2, dim=1)
+        start = module.lambda_init
+        first, second = (
+            torch.exp(torch.sum(a * b, dtype=torch.float32)).to(q.dtype)
+            for a, b in [
+                (module.lambda_q1, module.lambda_k1),
+                (module.lambda_q2, module.lambda_k2),
+            ]
+        )
+        out = (1 - start) * module.groupnorm(one - (first - second + start) * other)
+        return module.o_proj(out.reshape(1, heads[0], -1)), None
 
 
 def projected(x: Tensor, layers: Sequence[Any]) -> Tensor:

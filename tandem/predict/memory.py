@@ -20,7 +20,9 @@ from tandem.predict.models import shape_for
 from tandem.predict.work import Work, num_reward_models
 
 Config = Mapping[str, Any]
-PACKED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+PACKED_FAMILIES = (
+    "llama", "mistral", "ministral", "cwm", "qwen2", "qwen3", "internlm3", "iquestcoder",
+)  # fmt: skip
 """Model types that decode from packed weights on a CPU (generation/native_runner.py)."""
 
 
