@@ -1,6 +1,7 @@
-"""Scalar heads for families that have no sequence-classification class in transformers.
+"""Scalar heads for families that have no sequence-classification class in transformers, or one with
+another head than a linear layer `score`.
 
-Nor one whose head is a linear layer `score` alone. Such a family gets a class built as most families' are (transformers'
+Such a family gets a class built as most families' are (transformers'
 GenericForSequenceClassification): its backbone, and a linear layer `score` on the last hidden
 states. It is registered with transformers, so that in this process
 AutoModelForSequenceClassification builds and loads it like any other. Elsewhere a folder saved from
