@@ -70,7 +70,7 @@ def measure(model: PreTrainedModel) -> Measured:
     scored, _ = response_logprobs(model, made.batch)
     return Measured(
         packs=decodes(model),
-        logprobs=float((mine - own).abs().max() / own.abs().max()),
+        logprobs=float(((mine - own).abs().max() / own.abs().max()).detach()),
         gradients=apart,
         greedy=_is_greedy(model),
         sampled=float((made.rollout_logprobs - scored.detach()).abs().max()),
