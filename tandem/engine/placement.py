@@ -230,6 +230,8 @@ class Placement:
         shard_model(model, role.plan, self.world)
         if reads:
             _require_finite(empty.fill(own_rows), model, self.world)
+        else:
+            empty.fill_buffers()
         if empty.missing:
             start_new_head(model, self.settings.seed, fill, zeros=role.zero_head)
         if start.adapter is None and role.trained:

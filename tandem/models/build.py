@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from tandem.errors import ModelError
+from tandem.models.composite import without_text_class
 from tandem.models.hf_logging import quiet
 
 # Noise that a mixture's router adds in training, and the families where the name is a threshold.
@@ -131,7 +132,13 @@ def require_decoder(config: PreTrainedConfig, name: str) -> None:
     elif family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "AutoModelForCausalLM" not in (
         getattr(config, "auto_map", None) or {}
     ):
-        found = "no causal language model"
+        part = without_text_class(config)
+        found = f"with a text decoder {part!r}, no" if part else "no"
+        found += " causal language model"
+    elif config.model_type.endswith("_assistant"):
+        found = "which drafts for another model, from its states"
+    elif part := without_text_class(config):
+        found = f"whose text decoder {part!r} AutoModelForCausalLM cannot open by itself"
     elif family == "cpmant":
         found = "whose forward puts prompts of its own before every row"
     elif family == "doge" and getattr(config, "is_moe", False):

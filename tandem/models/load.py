@@ -30,6 +30,7 @@ from tandem.models.build import (
     set_dropout,
 )
 from tandem.models.classifiers import require_classifier
+from tandem.models.composite import KEY_MAPPING, other_parts
 from tandem.models.hf_logging import quiet
 from tandem.models.source import (
     Located,
@@ -38,6 +39,7 @@ from tandem.models.source import (
     load_config,
     locate,
     read_adapter_config,
+    read_names,
     require_config,
 )
 from tandem.models.validate_checkpoint import check_finite, is_panic
@@ -144,6 +146,7 @@ def load_weights(
             or the files lack a weight of the model, or have one that it does not know.
     """
     _refuse_pickle(source)
+    others = other_parts(read_names(source))
     kind: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     stored = config.dtype  # from_pretrained writes the type that it is told into the config
     try:
@@ -157,6 +160,7 @@ def load_weights(
                 output_loading_info=True,
                 trust_remote_code=trust_remote_code,
                 local_files_only=source.offline,
+                **({"key_mapping": KEY_MAPPING} if others else {}),
             )
     except Exception as error:  # a family's own code may raise anything for a wrong value
         raise ModelError(
@@ -164,6 +168,9 @@ def load_weights(
             f"got: {one_line(error)}. Copy or save the model again."
         ) from error
     missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
+    if others:
+        unexpected -= others
+        del model._weight_conversions  # it is saved under its own class's names
     check_finite(model, source.name)
     if missing or unexpected:
         raise ModelError(

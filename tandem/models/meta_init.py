@@ -10,13 +10,11 @@ one to one (a family that stores its experts otherwise, weights that are missing
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
@@ -25,13 +23,14 @@ from tandem.models.adapter import load_adapter
 from tandem.models.build import build_model
 from tandem.models.checkpoint_ref import CheckpointRef
 from tandem.models.classifiers import one_output, take_backbone
+from tandem.models.composite import decoder_names
 from tandem.models.folder import incomplete, read_headers, read_index
 from tandem.models.hf_logging import quiet
 from tandem.models.load import open_decoder
 from tandem.models.lora import SCALAR_HEAD, scalar_head
 from tandem.models.quantized import PackedWeight, Pieces
 from tandem.models.scalar import has_scalar_head
-from tandem.models.source import Located, keep_saved_dtype
+from tandem.models.source import Located, files_of, keep_saved_dtype
 from tandem.models.validate_checkpoint import is_finite
 
 _HEAD = f"{SCALAR_HEAD}."
@@ -84,18 +83,23 @@ class MetaModel:
         self._keys: dict[str, str] = {}
         self.missing: list[str] = []
         prefix = f"{model.base_model_prefix}."
+        state = model.state_dict(keep_vars=True)
+        self._buffers = {name for name, _ in model.named_buffers() if name in state}
         shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+        shapes |= {name: tuple(state[name].shape) for name in self._buffers}
+        stored = decoder_names(files.shapes, shapes)
         without: list[str] = []
         for name, shape in shapes.items():
-            names = [name, name.removeprefix(prefix)]
-            found = [key for key in names if files.shapes.get(key) == shape and shape]
+            names = [stored[n] for n in (name, name.removeprefix(prefix)) if n in stored]
+            found = [key for key in names if files.shapes[key] == shape and shape]
             if found:
                 self._keys[name] = found[0]
             elif name.startswith(_HEAD):
                 self.missing.append(name)
-            else:
+            elif name not in self._buffers:  # older files lack some, which the model then computes
                 without.append(name)
-        left = _left_over(model, files.shapes.keys() - self._keys.values(), prefix)
+        used = set(self._keys.values())
+        left = _left_over(model, {n: k for n, k in stored.items() if k not in used}, prefix)
         # Some families' files call the vocabulary head by another name (GPT-NeoX: embed_out).
         if len(without) == len(left) == 1 and files.shapes[left[0]] == shapes[without[0]]:
             self._keys[without[0]] = left.pop()
@@ -130,6 +134,20 @@ class MetaModel:
         load_adapter(self.model, start.adapter)
 
     @torch.no_grad()
+    def fill_buffers(self) -> str:
+        """Read the buffers from the files, whole. `fill` does so too.
+
+        Returns:
+            the name of one that is not finite, or none.
+        """
+        buffers, unsound = dict(self.model.named_buffers()), ""
+        for name in self._buffers & self._keys.keys():
+            values = self._files.rows(self._keys[name], 0, len(buffers[name]))
+            buffers[name].copy_(values)
+            unsound = unsound if is_finite(values) else name
+        return unsound
+
+    @torch.no_grad()
     def fill(self, pieces: Pieces) -> str:
         """Read the parameters, which have memory by now, from the files.
 
@@ -139,8 +157,10 @@ class MetaModel:
             the name of a weight that is not finite, in what this rank has read; or none.
         """
         parameters = dict(self.model.named_parameters())
-        unsound = ""
+        unsound = self.fill_buffers()
         for name, key in self._keys.items():
+            if name in self._buffers:
+                continue
             # An adapted layer keeps the names (lora), a quantized one has them below it (frozen).
             if name not in parameters:
                 weight = self.model.get_submodule(name)
@@ -187,7 +207,7 @@ def _empty(
     source, config = opened.base, opened.config
     if opened.adapter is not None:
         return None
-    files = WeightFiles(_folder(source))
+    files = WeightFiles(files_of(source))
     stored = config.dtype
     if scalar and config.num_labels != 1:
         one_output(config)
@@ -203,14 +223,24 @@ def _empty(
     return None if empty.missing and has_scalar_head(source, opened.config) else empty
 
 
-def _left_over(model: PreTrainedModel, keys: Iterable[str], prefix: str) -> list[str]:
+def _left_over(model: PreTrainedModel, keys: dict[str, str], prefix: str) -> list[str]:
     """Keys of files that the model neither has nor ignores as from_pretrained does: second names
-    of tied weights, and what its class names."""
-    ignored = [re.compile(p) for p in model._keys_to_ignore_on_load_unexpected or ()]
+    of tied weights, and what its classes name.
+
+    Args:
+        keys: by the names that they have in a model.
+    """
+    ignored = [
+        re.compile(pattern)
+        for part in (model, model.base_model)
+        for pattern in getattr(part, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ]
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied |= {name.removeprefix(prefix) for name in tied}
     return sorted(
-        key for key in keys if key not in tied and not any(p.search(key) for p in ignored)
+        key
+        for name, key in keys.items()
+        if name not in tied and not any(p.search(key) for p in ignored)
     )
 
 
@@ -220,12 +250,3 @@ def _take_generation_config(model: PreTrainedModel, source: Located) -> None:
         model.generation_config = GenerationConfig.from_pretrained(
             source.name, local_files_only=source.offline
         )
-
-
-def _folder(source: Located) -> Path:
-    if source.folder is not None:
-        return source.folder
-    patterns = ["*.safetensors", "*.json"]
-    return Path(
-        snapshot_download(source.name, allow_patterns=patterns, local_files_only=source.offline)
-    )

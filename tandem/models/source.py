@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from tandem.errors import ModelError
-from tandem.models.folder import read_object
+from tandem.models.composite import text_config, text_part
+from tandem.models.folder import read_headers, read_object
 from tandem.models.hf_logging import quiet
 from tandem.models.validate_checkpoint import check_folder, check_weights
 from tandem.text import one_line
@@ -120,6 +121,8 @@ def require_config(source: Located) -> None:
 def load_config(source: Located, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The model's config, of an adapter's folder its base's, checked against the weights there.
 
+    Of a model with image or audio parts it is the text decoder's (`composite`).
+
     Raises:
         ModelError: config.json is missing or broken, names a family that transformers does not
             know, or needs remote code that was not allowed; or as `check_weights`.
@@ -142,9 +145,36 @@ def load_config(source: Located, *, trust_remote_code: bool = False) -> PreTrain
             f"model {source.name!r} must have a config.json with a model_type; got none. "
             "Copy or save the model again."
         )
+    if text_config(config) is not None:
+        config = text_part(config, files_of(source))
     if source.folder is not None:
         check_weights(source.folder, config, trust_remote_code=trust_remote_code)
     return config
+
+
+def files_of(source: Located) -> Path:
+    """The folder of a model's weights and settings; from the hub they are downloaded."""
+    if source.folder is not None:
+        return source.folder
+    patterns = ["*.safetensors", "*.json"]
+    return Path(
+        snapshot_download(source.name, allow_patterns=patterns, local_files_only=source.offline)
+    )
+
+
+def read_names(source: Located) -> list[str]:
+    """The names of a model's tensors in its files; of the hub's, if the model has several parts.
+
+    Raises:
+        ModelError: a file is damaged.
+    """
+    if source.folder is None:
+        offline = source.offline
+        if "text_config" not in PreTrainedConfig.get_config_dict(
+            source.name, local_files_only=offline
+        )[0]:
+            return []
+    return [tensor.name for tensor in read_headers(files_of(source))]
 
 
 def positions_in(config: PreTrainedConfig) -> int | None:
