@@ -268,6 +268,9 @@ def _recorded(twin: PreTrainedModel) -> tuple[tuple[LayerShape, ...], str]:
         for module, training in was_training:
             module.training = training
     text = twin.config.get_text_config()
+    if any(isinstance(module, nn.Conv1d) for module in twin.base_model.modules()):
+        # Beside attention (Falcon-H1), or instead of it, and over a sequence's borders.
+        return (), f"family {family!r} has convolutions over tokens"
     layers = text.num_hidden_layers
     if recording.why_not:
         return (), f"family {family!r} {recording.why_not[0]}"
