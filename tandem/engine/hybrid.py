@@ -299,23 +299,23 @@ class RLHFEngine:
         """Whether the sampler's log-probs serve as PPO's old ones (`ppo.old_logprobs`)."""
         chosen = self.settings.old_logprobs
         if chosen == "auto":
-            agrees = self.agreement is not None and self.agreement.trustworthy
-            return agrees and self.settings.hybrid_engine
+            return self.agreement.trustworthy and self.settings.hybrid_engine
         return chosen == "sampler"
 
     def describe(self) -> str:
         """One line on how the actor generates, and where PPO's old log-probs come from."""
         source = "the sampler's" if self.trusts_sampler else "a forward's"
-        if not self.settings.hybrid_engine or self.agreement is None:
-            asked = not self.settings.hybrid_engine
-            why = "as asked" if asked else f"because {why_unpacked(self.actor)}"
-            return f"generation: Hugging Face's generate, {why}; old log-probs: {source}"
+        if not self.settings.hybrid_engine:
+            return f"generation: Hugging Face's generate, as asked; old log-probs: {source}"
+        apart, why = self.agreement, why_unpacked(self.actor)
+        if why:
+            why += f", within {apart.largest_gap:.1g} nats of the training forward"
+            return f"generation: Hugging Face's generate, because {why}; old log-probs: {source}"
         operations = "the GPU" if self.device.type == "cuda" else "C++ operations"
         if self.device.type == "cpu" and native.why_not():
             operations = f"plain torch ({native.why_not()})"
-        found, apart = "bit for bit", self.agreement
-        if not apart.bitwise:
-            found = f"within {apart.gap:.1g} nats per token, {apart.largest_gap:.1g} at most"
+        found = f"within {apart.gap:.1g} nats per token, {apart.largest_gap:.1g} at most"
+        found = "bit for bit" if apart.bitwise else found
         return (
             f"generation: {operations}; decoding equals the training forward {found}; old "
             f"log-probs: {source}"

@@ -6,9 +6,11 @@ needs prompts padded on the left, which they are nowhere outside this file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+import math
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,10 +26,13 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from tandem.errors import ModelError
 from tandem.generation.observed import observe, read_observed
 from tandem.generation.sampler import Draw, TokenCounts
 from tandem.generation.scheduler import Request
+from tandem.models.source import positions_in
 from tandem.models.twin import rope_border
+from tandem.text import first_line
 
 
 def answer(
@@ -52,14 +57,9 @@ def answer(
         ]
         return _joined(parts, [i for group in groups.values() for i in group])
     device = model.device
-    width = max(len(request.prompt) for request in requests)
-    input_ids = torch.zeros((len(requests), width), dtype=torch.long)
-    attention_mask = torch.zeros_like(input_ids)
-    for i, request in enumerate(requests):
-        input_ids[i, width - len(request.prompt) :] = torch.tensor(request.prompt)
-        attention_mask[i, width - len(request.prompt) :] = 1
+    input_ids, attention_mask = _left_padded([request.prompt for request in requests])
     sampler = _Sampler(requests, device)
-    border = rope_border(model)
+    border, width = rope_border(model), input_ids.shape[1]
     longest = width + max(request.limit for request in requests)
     # Greedy search takes the only token that the sampler leaves.
     settings = GenerationConfig(
@@ -71,6 +71,7 @@ def answer(
         use_cache=border is None or not width <= border < longest,
     )
     with torch.no_grad(), _without_own_settings(model), _last_logits_only(model):
+        _forget(model)
         model.generate(  # type: ignore[operator]
             input_ids.to(device),
             attention_mask=attention_mask.to(device),
@@ -87,38 +88,122 @@ def answer(
     )
 
 
+_LENGTHS = (9, 4)
+_NEW_TOKENS = 5
+_OTHER = "Train it without answers of its own (SFT, reward model, DPO, KTO), or another family."
 _padded: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def _padding_enters(model: PreTrainedModel) -> bool:
-    """Whether masked tokens on the left change a model's logits: those of a recurrent one, or of
-    one whose layers take keys together by their place in the row."""
+    """Whether masked tokens on the left change a model's logits by more than rounding: those of a
+    recurrent one, or of one whose layers take keys together by their place in the row."""
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
     if any(word in kind for kind in kinds for word in ("compressed", "sparse")):
         return True  # though it shows only past the length of such a block
-    if not getattr(model, "_is_stateful", False):
-        return False
     if model not in _padded:
-        ids = torch.tensor([[1, 2, 3]], device=model.device)
-        wide = F.pad(ids, (3, 0))
-        settings = GenerationConfig(
-            max_new_tokens=1, pad_token_id=0, output_logits=True, return_dict_in_generate=True
+        alone, padded = (_greedy(model, [prompt], 2, pad=pad) for prompt, pad in _WITH_PADDING)
+        apart = (alone.logits - padded.logits).abs()
+        size, eps = float(alone.logits.abs().max().clamp_min(1.0)), torch.finfo(model.dtype).eps
+        # What a recurrent state sees may be little at first.
+        first = 16 * eps if getattr(model, "_is_stateful", False) else math.inf
+        _padded[model] = not (
+            bool(apart[0].max() <= first * size) and bool(apart.max() <= 4 * math.sqrt(eps) * size)
         )
-        with torch.no_grad(), _without_own_settings(model):
-            alone, padded = (
-                model.generate(  # type: ignore[operator]
-                    tokens, attention_mask=mask, generation_config=settings
-                )
-                .logits[0]
-                .float()
-                for tokens, mask in [
-                    (ids, torch.ones_like(ids)),
-                    (wide, F.pad(torch.ones_like(ids), (3, 0))),
-                ]
-            )
-        rounding = 16 * torch.finfo(model.dtype).eps * float(alone.abs().max().clamp_min(1.0))
-        _padded[model] = bool((alone - padded).abs().max() > rounding)
     return _padded[model]
+
+
+_WITH_PADDING: tuple[tuple[tuple[int, ...], int], ...] = (((1, 2, 3), 0), ((1, 2, 3), 3))
+
+
+class _Greedy(NamedTuple):
+    """tokens (B, T), and their logits (T, B, V)."""
+
+    tokens: Tensor
+    logits: Tensor
+
+
+def _greedy(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], count: int, *, pad: int = 0
+) -> _Greedy:
+    """`count` tokens after each prompt by `generate`; `pad` more masked tokens on the left."""
+    ids, mask = (F.pad(tensor, (pad, 0)).to(model.device) for tensor in _left_padded(prompts))
+    settings = GenerationConfig(
+        max_new_tokens=count, pad_token_id=0, output_logits=True, return_dict_in_generate=True
+    )
+    with torch.no_grad(), _without_own_settings(model):
+        _forget(model)
+        made: Any = model.generate(  # type: ignore[operator]
+            ids, attention_mask=mask, generation_config=settings
+        )
+    return _Greedy(made.sequences[:, ids.shape[1] :], torch.stack(made.logits).float())
+
+
+def _left_padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Token ids and their mask (B, T), padded with token 0."""
+    width = max(map(len, prompts))
+    ids = torch.zeros((len(prompts), width), dtype=torch.long, device="cpu")
+    mask = torch.zeros_like(ids)
+    for i, prompt in enumerate(prompts):
+        ids[i, width - len(prompt) :] = torch.tensor(prompt)
+        mask[i, width - len(prompt) :] = 1
+    return ids, mask
+
+
+def _forget(model: PreTrainedModel) -> None:
+    """Drop states that a model keeps on its modules (RecurrentGemma): a prompt of one token would
+    continue the last answer."""
+    for module in model.modules():
+        if getattr(module, "conv1d_state", None) is not None:
+            module.conv1d_state = None
+
+
+def check_generation(model: PreTrainedModel, own: PreTrainedModel | None = None) -> float:
+    """Compare `generate` with the forward that scores and trains, on random prompts.
+
+    Args:
+        own: runs the forward where the model itself cannot (`shared_copy.plain_copy`).
+    Returns:
+        the largest difference of a token's log-prob, in nats.
+    Raises:
+        ModelError: they differ by more than rounding, or one of them fails.
+    """
+    config = model.config.get_text_config()
+    generator = torch.Generator().manual_seed(0)
+    room = (positions_in(config) or _NEW_TOKENS + max(_LENGTHS)) - _NEW_TOKENS
+    if room < 1:
+        return 0.0
+    prompts = [
+        torch.randint(config.vocab_size, (min(n, room),), generator=generator).tolist()
+        for n in _LENGTHS
+    ]
+    apart, size = 0.0, 1.0
+    try:
+        together = [[prompt] for prompt in prompts] if _padding_enters(model) else [prompts]
+        for group in together:
+            made = _greedy(model, group, _NEW_TOKENS)
+            for i, prompt in enumerate(group):
+                ids = torch.tensor([[*prompt, *made.tokens[i].tolist()]], device=model.device)
+                with torch.no_grad():
+                    full = (own or model)(input_ids=ids, use_cache=False).logits[0].float()
+                full = full[len(prompt) - 1 : -1].log_softmax(-1)
+                new = ids[0, len(prompt) :, None]
+                gap = (made.logits[:, i].log_softmax(-1) - full).gather(1, new)
+                finite = full[full > -math.inf]  # some families exclude tokens of their vocabulary
+                apart = max(apart, float(gap.abs().max()))
+                size = max(size, float(finite.abs().max()))
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+        raise ModelError(
+            f"family {config.model_type!r} must generate by transformers' generate; got "
+            f"{type(error).__name__}: {first_line(error)}. {_OTHER}"
+        ) from error
+    if not apart <= 4 * math.sqrt(torch.finfo(model.dtype).eps) * size:
+        raise ModelError(
+            f"family {config.model_type!r} must generate by the probabilities that its forward "
+            f"computes; got a difference of {apart:.3g} nats from transformers' generate. {_OTHER}"
+        )
+    return apart
 
 
 def _joined(parts: Sequence[Draw], order: Sequence[int]) -> Draw:
@@ -139,16 +224,23 @@ def stream(
 ) -> Iterator[int]:
     """Yield one answer's tokens, the stop token included; sets the request's end, and what it
     observes."""
-    cache = DynamicCache(config=model.config)
+    _forget(model)
+    cache = _new_cache(model)
     ids, border = list(request.prompt), rope_border(model)
     new = len(ids)
     draw_next = _Sampler([request], model.device)
     while not request.ended:
         if border is not None and len(ids) == border + 1:  # cached keys have other rotations
-            cache, new = DynamicCache(config=model.config), len(ids)
+            cache, new = _new_cache(model), len(ids)
         new_ids = torch.tensor([ids[-new:]], device=model.device)
         with torch.no_grad(), _last_logits_only(model):
-            logits = model(new_ids, past_key_values=cache, use_cache=True).logits[:, -1]
+            output = model(new_ids, use_cache=True, **cache, **_places(model, ids, new))
+        logits = output.logits[:, -1]
+        cache = cache or {
+            name: found
+            for name in ("past_key_values", "cache_params")
+            if (found := getattr(output, name, None)) is not None
+        }
         draw, new = draw_next.draw(logits), 1
         if bool(draw.sampled_logprobs.isnan()):
             request.length += 1
@@ -160,6 +252,26 @@ def stream(
             request.observed += read_observed(ids[-1:], numbers, [request.top])
         _see(request, ids[-1], stop_token_ids)
         yield ids[-1]
+
+
+def _new_cache(model: PreTrainedModel) -> dict[str, Any]:
+    """The argument for an empty cache; none for a family that makes one of its own kind."""
+    if not model._supports_default_dynamic_cache():  # type: ignore[operator]
+        return {}
+    name = "cache_params" if "cache_params" in _arguments(model) else "past_key_values"
+    return {name: DynamicCache(config=model.config)}
+
+
+def _places(model: PreTrainedModel, ids: Sequence[int], new: int) -> dict[str, Tensor]:
+    """The argument for the positions of the last `new` tokens, if the model has one: not every
+    cache knows how many tokens it has."""
+    if "position_ids" not in _arguments(model):
+        return {}
+    return {"position_ids": torch.arange(len(ids) - new, len(ids), device=model.device)[None]}
+
+
+def _arguments(model: PreTrainedModel) -> Collection[str]:
+    return inspect.signature(type(model).forward).parameters
 
 
 class _Sampler(LogitsProcessor):

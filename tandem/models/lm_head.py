@@ -79,6 +79,10 @@ class _GivenLogits(nn.Module):
         return self.logits[None]
 
 
+_MIXES_TYPES = ("xlstm",)
+"""Families whose own forward fails in half precision, but not in the few tokens of `check_head`."""
+
+
 class VocabularyHead:
     """A model's head alone: (N, D) hidden states -> (N, V) logits, with gradient.
 
@@ -220,6 +224,8 @@ def check_head(model: PreTrainedModel, own: PreTrainedModel | None = None, seed:
             full = own(input_ids=token_ids, attention_mask=mask.long(), use_cache=False).logits
             ours = _head_logits(model, hidden_states(model, batch))
             alone = own(input_ids=token_ids[1:, :4], use_cache=False).logits
+        if config.model_type in _MIXES_TYPES and model.dtype != torch.float32:
+            raise RuntimeError("its products of longer rows have operands of another dtype")
     except RuntimeError as error:
         if model.dtype == torch.float32 or not re.search("dtype|scalar type", str(error)):
             raise

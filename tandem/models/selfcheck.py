@@ -47,7 +47,8 @@ class Agreement:
         few tokens and with this number of threads. If all operations are those of `ops`, it does so
         on any tokens; a family's own layers may still differ in a last bit in a large batch.
     gap, largest_gap: mean and largest |log-prob difference| of decoding and the packed forward, in
-        nats; infinite for a family that does not decode (`twin.decodes`).
+        nats. For a family that does not decode (`twin.decodes`) the mean is infinite, and what
+        `engine.checks` gives as the largest is of Hugging Face's generate.
     to_model: largest difference of packed logits and the model's own forward, relative to the
         largest logit.
     """

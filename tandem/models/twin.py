@@ -268,9 +268,6 @@ def _recorded(twin: PreTrainedModel) -> tuple[tuple[LayerShape, ...], str]:
         for module, training in was_training:
             module.training = training
     text = twin.config.get_text_config()
-    if any(isinstance(module, nn.Conv1d) for module in twin.base_model.modules()):
-        # Beside attention (Falcon-H1), or instead of it, and over a sequence's borders.
-        return (), f"family {family!r} has convolutions over tokens"
     layers = text.num_hidden_layers
     if recording.why_not:
         return (), f"family {family!r} {recording.why_not[0]}"
@@ -281,6 +278,9 @@ def _recorded(twin: PreTrainedModel) -> tuple[tuple[LayerShape, ...], str]:
         )
     if kind := _hidden_kind(text, recording):
         return (), f"family {family!r} has layers of {kind}, known to its own masks alone"
+    if any(isinstance(module, nn.Conv1d) for module in twin.base_model.modules()):
+        # Falcon-H1 has them beside attention; they would run on into the next sequence.
+        return (), f"family {family!r} has convolutions over tokens"
     # Not the type of the weights: shards are cast when they are gathered.
     if hidden.dtype != begins[0]:
         return (), (

@@ -78,7 +78,6 @@ class FirstUpdate:
             or engine.actor_learner.shards.is_split  # one rank's too, where weights are offloaded
             or engine.device.type != "cpu"
             or not engine.trusts_sampler
-            or engine.agreement is None
             or not engine.agreement.bitwise
             or config.gradient_checkpointing
         ):

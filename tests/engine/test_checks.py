@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from tandem.engine import checks
 from tandem.engine.checks import check_policy
 from tandem.errors import ModelError
 from tandem.models.load import new_causal_lm
@@ -22,7 +22,9 @@ def bloom() -> PreTrainedModel:
 
 def test_generate_that_draws_as_the_forward_says_is_used() -> None:
     state = torch.get_rng_state()
-    assert check_policy(bloom()) is None
+    found = check_policy(bloom())
+    assert math.isinf(found.gap)  # it does not decode from the twin
+    assert 0 < found.largest_gap < 1e-5
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -30,19 +32,36 @@ def test_generate_that_draws_otherwise_is_refused(monkeypatch: pytest.MonkeyPatc
     model = bloom()
     forward = type(model.base_model).forward
 
-    def shifted(self: Any, *args: Any, attention_mask: Any = None, **keywords: Any) -> Any:
-        """A family that does not look at the mask, so that padding on the left enters."""
-        return forward(self, *args, **keywords)
+    def shifted(self: Any, input_ids: Any, *args: Any, **keywords: Any) -> Any:
+        """A family whose steps with a cache take another token than was given."""
+        if keywords.get("past_key_values") is not None and input_ids.shape[1] == 1:
+            input_ids = (input_ids + 1) % 99
+        return forward(self, input_ids, *args, **keywords)
 
     monkeypatch.setattr(type(model.base_model), "forward", shifted)
-    with pytest.raises(ModelError, match="must draw by the own forward of family 'bloom'; got"):
+    with pytest.raises(ModelError, match="must generate by the probabilities that its forward"):
         check_policy(model)
 
 
+def test_prompts_of_a_family_that_looks_past_its_mask_are_not_padded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = bloom()
+    forward = type(model.base_model).forward
+
+    def unmasked(self: Any, *args: Any, attention_mask: Any = None, **keywords: Any) -> Any:
+        return forward(self, *args, **keywords)
+
+    monkeypatch.setattr(type(model.base_model), "forward", unmasked)
+    assert check_policy(model).largest_gap < 1e-5
+
+
 def test_generate_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = bloom()
+
     def fails(*args: Any, **keywords: Any) -> Any:
         raise IndexError("list index out of range")
 
-    monkeypatch.setattr(checks, "generate", fails)
-    with pytest.raises(ModelError, match="must run family 'bloom'; got IndexError: list index"):
-        check_policy(bloom())
+    monkeypatch.setattr(model, "generate", fails)
+    with pytest.raises(ModelError, match="must generate by transformers' generate; got IndexError"):
+        check_policy(model)
