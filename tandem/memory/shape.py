@@ -22,7 +22,7 @@ from tandem.memory.dimensions import (
     WHOLE_BLOCKS,
     Shape,
 )
-from tandem.models.blocks import decoder_blocks
+from tandem.models.blocks import attention_heads, decoder_blocks
 from tandem.models.build import attention_for
 from tandem.models.classifiers import require_classifier
 from tandem.models.hf_logging import quiet
@@ -44,9 +44,7 @@ def shape_of(
     model = _on_meta(config, scalar, trust_remote_code)
     text = config.get_text_config()
     sizes = {id(p): p.numel() for p in model.parameters()}
-    heads = int(getattr(text, "num_attention_heads", None) or 1)  # none: a state space model
-    head_width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    heads = attention_heads(text)
     inner, kept = _mlp(model, int(text.hidden_size))
     return Shape(
         parameters=sum(sizes.values()),
@@ -55,9 +53,9 @@ def shape_of(
         largest=max(sizes.values()),
         layers=int(text.num_hidden_layers),
         width=int(text.hidden_size),
-        heads=heads,
-        query_width=heads * head_width,
-        kv_width=kv_heads * head_width,
+        heads=max(1, *(layer.queries for layer in heads)),
+        query_width=max(max(1, layer.queries) * layer.width for layer in heads),
+        kv_width=max(max(1, layer.keys) * layer.width for layer in heads),
         inner=inner,
         inner_kept=kept,
         vocabulary=embedding_rows(model),

@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tandem.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """A layer's attention: query heads, the width of each, key/value heads. No heads: a family
+    without attention, whose width is that of its states."""
+
+    queries: int
+    width: int
+    keys: int
+
+
+def attention_heads(config: PreTrainedConfig) -> list[Heads]:
+    """Of each layer of a text model; in some families (Gemma 4) layers differ."""
+    layers = range(config.num_hidden_layers)
+    own = config.per_layer_config if getattr(config, "is_heterogeneous", False) else None
+    return [_heads(config if own is None else own[i], config) for i in layers]
+
+
+def _heads(layer: Any, config: Any) -> Heads:
+    queries = int(getattr(layer, "num_attention_heads", None) or 0)
+    width = getattr(layer, "head_dim", None) or config.hidden_size // max(1, queries)
+    return Heads(queries, int(width), int(getattr(layer, "num_key_value_heads", None) or queries))
 
 
 def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:

@@ -168,13 +168,24 @@ def read_names(source: Located) -> list[str]:
     Raises:
         ModelError: a file is damaged.
     """
-    if source.folder is None:
-        offline = source.offline
-        if "text_config" not in PreTrainedConfig.get_config_dict(
-            source.name, local_files_only=offline
-        )[0]:
-            return []
+    if source.folder is None and "text_config" not in _config_dict(source):
+        return []
     return [tensor.name for tensor in read_headers(files_of(source))]
+
+
+def whole_family(source: Located) -> str:
+    """The family of a model with image or audio parts of which only the text decoder is loaded; ""
+    for any other."""
+    found = _config_dict(whole_model(source))
+    return str(found.get("model_type", "")) if "text_config" in found else ""
+
+
+def _config_dict(source: Located) -> dict[str, Any]:
+    """config.json as it stands."""
+    found: dict[str, Any]
+    with quiet():
+        found, _ = PreTrainedConfig.get_config_dict(source.name, local_files_only=source.offline)
+    return found
 
 
 def positions_in(config: PreTrainedConfig) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from tandem.models.blocks import decoder_blocks
+from tandem.models.blocks import attention_heads, decoder_blocks
 from tandem.models.stored import StoredWeight
 
 
@@ -36,7 +36,7 @@ def sequence_flops(
 ) -> float:
     """Floating-point operations of whole sequences.
 
-        forward  = 2 N T + 2 V D L + 4 A sum_tokens sum_layers (c + 1) / 2
+        forward  = 2 N T + 2 V D L + 4 sum_tokens sum_layers A (c + 1) / 2
         backward = 2 N T + 2 N_trainable T + 2 * (the other terms)
 
     T: all tokens; L: those that go through the vocabulary head; N: parameters of the layers (no
@@ -56,7 +56,6 @@ def sequence_flops(
     causally, as in the first, and frozen weights cost no weight gradient. For mixtures of experts
     it is an upper bound: all experts are counted.
     """
-    config = model.config.get_text_config()
     outside = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = model.get_output_embeddings()
     head_size = 0
@@ -64,15 +63,15 @@ def sequence_flops(
         outside.add(id(head.weight))
         head_size = head.weight.numel()
     weights, trained = _sizes(model, outside)
-    heads = int(config.num_attention_heads)
-    attention_width = heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    layers = attention_heads(model.config.get_text_config())
     counts = Counter(lengths)
     tokens = sum(length * count for length, count in counts.items())
-    keys = sum(
-        length * count * sum((reach + 1) / 2 for reach in _reaches(model, length))
+    products = sum(
+        length * count * heads.queries * heads.width * (reach + 1) / 2
         for length, count in counts.items()
+        for heads, reach in zip(layers, _reaches(model, length), strict=False)
     )
-    others = 2 * head_size * num_logits + 4 * attention_width * keys
+    others = 2 * head_size * num_logits + 4 * products
     forward = 2 * weights * tokens + others
     flops = forward + (2 * (weights + trained) * tokens + 2 * others if backward else 0)
     if unread:

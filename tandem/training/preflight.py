@@ -18,7 +18,7 @@ from tandem.engine.shard_plan import check_layout
 from tandem.errors import ConfigError, ModelError
 from tandem.models.checkpoint_ref import checkpoint_ref_of, same_base
 from tandem.models.rope import longrope_border
-from tandem.models.source import load_config, locate
+from tandem.models.source import load_config, locate, whole_family
 from tandem.models.tensor_parallel import check_sliceable
 from tandem.parallel.tensor import check_divides
 from tandem.parallel.world import World
@@ -193,6 +193,25 @@ def idle_ranks(config: RunConfig, world: World) -> list[str]:
         for stage, knob, section, name, ranks in batches
         if (rows := getattr(section, name) or minibatch_size(config)) < ranks
     ]
+
+
+def decoders_alone(config: RunConfig, policy: str, reward: str) -> list[str]:
+    """A line for each model that has image or audio parts, which are left out.
+
+    Args:
+        policy, reward: the models to load.
+    """
+    lines = []
+    for model in dict.fromkeys(name for name in (policy, reward) if name):
+        if not (family := whole_family(locate(model))):
+            continue
+        loaded = load_config(locate(model), trust_remote_code=config.trust_remote_code)
+        lines.append(
+            f"note: of {model} ({family}) the text decoder alone is loaded, trained and saved, as "
+            f"a {loaded.model_type} checkpoint; docs/models.md says how to put it back beside the "
+            "image or audio parts"
+        )
+    return lines
 
 
 def rates_for_large_models(config: RunConfig, policy: str, reward: str) -> list[str]:

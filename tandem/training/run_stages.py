@@ -58,6 +58,7 @@ from tandem.training.policy_trial import check_policy_functions
 from tandem.training.preflight import (
     check_parallel,
     check_rows,
+    decoders_alone,
     idle_ranks,
     rates_for_large_models,
 )
@@ -218,7 +219,8 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
         to_come = replace(config, stages=tuple(unfinished))
         for line in idle_ranks(to_come, run.world):
             print_line(line)
-        for line in rates_for_large_models(to_come, *tokenizer_sources(run)):
+        sources = tokenizer_sources(run)
+        for line in decoders_alone(config, *sources) + rates_for_large_models(to_come, *sources):
             print_line(line)
         if run.world.is_first:
             for line in token_lines(to_come, rows.renderer, _start_of(run, unfinished[0])):
