@@ -309,7 +309,7 @@ class RLHFEngine:
             return f"generation: Hugging Face's generate, as asked; old log-probs: {source}"
         apart, why = self.agreement, why_unpacked(self.actor)
         if why:
-            why += f", within {apart.largest_gap:.1g} nats of the training forward"
+            why += f", up to {apart.largest_gap:.1g} nats from the training forward"
             return f"generation: Hugging Face's generate, because {why}; old log-probs: {source}"
         operations = "the GPU" if self.device.type == "cuda" else "C++ operations"
         if self.device.type == "cpu" and native.why_not():

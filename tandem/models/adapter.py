@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tandem.errors import ModelError
+from tandem.models.composite import own_name
 from tandem.models.lora import (
     SCALAR_HEAD,
     adaptable,
@@ -29,7 +32,7 @@ from tandem.models.lora import (
     scalar_head,
     train_adapters,
 )
-from tandem.models.source import ADAPTER_CONFIG, Located, read_adapter_config
+from tandem.models.source import ADAPTER_CONFIG, Located, decoder_in, read_adapter_config
 from tandem.models.token_layers import ROWS, attach_token_rows, matrices_of, token_layers
 from tandem.models.weight_files import Weight, WeightFile, Writers, plain_unit, write_files
 from tandem.text import one_line
@@ -52,18 +55,19 @@ _UNSUPPORTED = (
 
 
 def _adapter_weights(model: PreTrainedModel) -> dict[str, Weight]:
-    """The adapters' weights, trained rows and a scalar head's, under PEFT's names."""
+    """The adapters' weights, trained rows and a scalar head's, under PEFT's names without the
+    prefix."""
     tensors: dict[str, Tensor] = {}
     for name, layer in lora_layers(model):
         for part in ("lora_A", "lora_B"):
-            tensors[f"{_PREFIX}{name}.{part}.weight"] = getattr(layer, part).weight.detach()
+            tensors[f"{name}.{part}.weight"] = getattr(layer, part).weight.detach()
     for name in _layers_with_rows(model):
         rows = model.get_submodule(name).lora_tokens
-        tensors[f"{_PREFIX}{name}{_ROWS}"] = rows.weight.detach()  # type: ignore[union-attr, operator]
+        tensors[f"{name}{_ROWS}"] = rows.weight.detach()  # type: ignore[union-attr, operator]
     head = scalar_head(model)
     if head is not None:
         for name, weight in head.state_dict().items():
-            tensors[f"{_PREFIX}{SCALAR_HEAD}.{name}"] = weight
+            tensors[f"{SCALAR_HEAD}.{name}"] = weight
     return {name: Weight.of(tensor) for name, tensor in tensors.items()}
 
 
@@ -96,7 +100,9 @@ def save_adapter(
     target, writers = Path(folder), writers or Writers()
     if writers.is_first:
         (target / ADAPTER_WEIGHTS).unlink(missing_ok=True)
-    units = [plain_unit({name: weight}) for name, weight in _adapter_weights(model).items()]
+    there = _names_in_base(model, base_path)
+    weights = {f"{_PREFIX}{there(name)}": w for name, w in _adapter_weights(model).items()}
+    units = [plain_unit({name: weight}) for name, weight in weights.items()]
     write_files(target, [WeightFile(ADAPTER_WEIGHTS, units, metadata)], writers)
     if writers.is_first:
         text = json.dumps(_peft_config(model, base_path), indent=2, sort_keys=True)
@@ -143,6 +149,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> list[str]:
 
 def _peft_config(model: PreTrainedModel, base_path: str | Path) -> dict[str, Any]:
     layers = lora_layers(model)
+    there = _names_in_base(model, base_path)
     base = Path(base_path).expanduser()
     classifies = scalar_head(model) is not None
     return {
@@ -152,10 +159,10 @@ def _peft_config(model: PreTrainedModel, base_path: str | Path) -> dict[str, Any
         "r": layers[0][1].rank,
         "lora_alpha": layers[0][1].alpha,
         "lora_dropout": layers[0][1].lora_dropout.p,
-        "target_modules": _target_modules(model, [name for name, _ in layers]),
+        "target_modules": _target_modules(model, [name for name, _ in layers], there),
         "modules_to_save": [SCALAR_HEAD] if classifies else None,
         _TOKENS: {
-            name: model.get_submodule(name).lora_tokens.token_ids.tolist()  # type: ignore[union-attr, operator]
+            there(name): model.get_submodule(name).lora_tokens.token_ids.tolist()  # type: ignore[union-attr, operator]
             for name in _layers_with_rows(model)
         }
         or None,
@@ -167,8 +174,23 @@ def _peft_config(model: PreTrainedModel, base_path: str | Path) -> dict[str, Any
     }
 
 
-def _target_modules(model: PreTrainedModel, names: list[str]) -> list[str]:
+def _names_in_base(model: PreTrainedModel, base_path: str | Path) -> Callable[[str], str]:
+    """From a layer's name to its name in the base as transformers opens it, which may have image or
+    audio parts beside the decoder (`composite`)."""
+    base = Path(base_path).expanduser()
+    prefix = "model"
+    if (base / "config.json").is_file():
+        scalar = scalar_head(model) is not None
+        prefix = decoder_in(Located(str(base)), scalar=scalar)
+    return lambda name: re.sub(r"^model\.", f"{prefix}.", name)
+
+
+def _target_modules(
+    model: PreTrainedModel, names: list[str], there: Callable[[str], str]
+) -> list[str]:
     """The last parts of the names if they match only these layers, else the full names."""
+    if any(there(name) != name for name in names):  # other parts may have layers of such names
+        return [there(name) for name in names]
     endings = sorted({name.rsplit(".", 1)[-1] for name in names})
     meant = [n for n, _ in model.named_modules() if n.rsplit(".", 1)[-1] in endings]
     return endings if set(meant) == set(names) else names
@@ -202,7 +224,7 @@ def _read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with safe_open(file, framework="pt") as opened:
             tensors = {
-                key.removeprefix(_PREFIX): opened.get_tensor(key).to(torch.float32)
+                own_name(key.removeprefix(_PREFIX)): opened.get_tensor(key).to(torch.float32)
                 for key in opened.keys()  # noqa: SIM118, it is not a mapping
             }
             return tensors, opened.metadata() or {}
@@ -225,6 +247,8 @@ def _tokens_of(model: PreTrainedModel, config: dict[str, Any], folder: str) -> d
     """The tokens whose rows an adapter has, in its order, by the layers' names; a list is of the
     embedding alone. A tied head, which PEFT may name too, is left out."""
     given = config.get(_TOKENS) or {}
+    if isinstance(given, dict):
+        given = {own_name(name): ids for name, ids in given.items()}
     matrices = matrices_of(model)
     if not isinstance(given, dict):  # a list, or what is refused below
         given = {matrices[0]: given}

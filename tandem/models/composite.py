@@ -16,8 +16,10 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
 )
 
 from tandem.models.folder import read_headers
@@ -98,6 +100,29 @@ def decoder_names(stored: Iterable[str], own: Iterable[str]) -> dict[str, str]:
         return {name: name for name in stored}
     found = {re.sub(_DECODER, "", name): name for name in beside}
     return found | {name: name for name in stored if name.startswith(_HEADS)}
+
+
+def own_name(name: str) -> str:
+    """A layer's name in the decoder's own class, from its name beside other parts or from that."""
+    short = re.sub(_DECODER, "", name)
+    return short if short == name or short.startswith(("model.", *_HEADS)) else f"model.{short}"
+
+
+def name_beside_parts(config: PreTrainedConfig, stored: Iterable[str], *, scalar: bool) -> str:
+    """What the decoder's name `model` becomes in the module that the Auto classes make of a whole
+    model: `model` again where they make one of the decoder alone.
+
+    Args:
+        config: the whole model's. stored: the names in its files.
+        scalar: of a sequence-classification model.
+    """
+    mapping = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if scalar else MODEL_FOR_CAUSAL_LM_MAPPING
+    kind = mapping.get(type(config), None)
+    alone = kind is not None and kind.config_class is type(text_config(config))
+    if text_config(config) is None or alone or (scalar and kind is None):
+        return "model"
+    is_text_model = any(re.match(r"(?:model\.)?text_model\.", name) for name in stored)
+    return f"model.{'text' if is_text_model else 'language'}_model"
 
 
 def other_parts(stored: Iterable[str]) -> set[str]:

@@ -12,7 +12,7 @@ from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from tandem.errors import ModelError
-from tandem.models.composite import text_config, text_part
+from tandem.models.composite import name_beside_parts, text_config, text_part
 from tandem.models.folder import read_headers, read_object
 from tandem.models.hf_logging import quiet
 from tandem.models.validate_checkpoint import check_folder, check_weights
@@ -178,6 +178,20 @@ def whole_family(source: Located) -> str:
     for any other."""
     found = _config_dict(whole_model(source))
     return str(found.get("model_type", "")) if "text_config" in found else ""
+
+
+def decoder_in(source: Located, *, scalar: bool) -> str:
+    """What PEFT finds a model's layers under, in the module that transformers' Auto class makes of
+    it: "model" unless that has image or audio parts too (`composite.name_beside_parts`).
+
+    Args:
+        scalar: of a sequence-classification model.
+    """
+    if "text_config" not in _config_dict(source):
+        return "model"
+    with quiet():
+        config = AutoConfig.from_pretrained(source.name, local_files_only=source.offline)
+    return name_beside_parts(config, read_names(source), scalar=scalar)
 
 
 def _config_dict(source: Located) -> dict[str, Any]:
