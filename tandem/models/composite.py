@@ -1,8 +1,8 @@
 """The text decoder of a checkpoint that has parts for images or sound beside it.
 
-Such a config (Gemma 3, Qwen 3.5, Mistral Small 3.1) holds the decoder's as `text_config`. Where that
-belongs to a family with a language model class of its own, the decoder is loaded by that class and
-the other parts are not read. What is saved is a checkpoint of that class, which
+Such a config (Gemma 3, Qwen 3.5, Mistral Small 3.1) holds the decoder's as `text_config`. Where
+that belongs to a family with a language model class of its own, the decoder is loaded by that class
+and the other parts are not read. What is saved is a checkpoint of that class, which
 AutoModelForCausalLM opens.
 """
 

@@ -1,0 +1,184 @@
+"""The text decoder of checkpoints with image parts: loaded, saved, adapted, put back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
+
+from tandem.config.schema import LoraConfig, RunConfig
+from tandem.errors import ModelError
+from tandem.models.load import load_causal_lm
+from tandem.models.lora import add_lora, lora_parameters
+from tandem.models.meta_init import empty_causal_lm, empty_scalar_model
+from tandem.models.save import save_model
+from tandem.models.scalar import load_scalar_model
+from tandem.training.preflight import decoders_alone
+
+from .families import LLAMA, TOKEN_IDS, perturbed, saved, tiny_model, tokenizer
+
+_TEXT = TOKEN_IDS | LLAMA
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+_GEMMA = _TEXT | {"tie_word_embeddings": True, "sliding_window": 4}
+WHOLE: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": {"model_type": "gemma3_text", **_GEMMA},
+        "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+        "mm_tokens_per_image": 4,
+        "image_token_index": 98,
+    },
+    "gemma4": {
+        "text_config": {
+            "model_type": "gemma4_text",
+            **_GEMMA,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 99,
+            "global_head_dim": 16,
+        },
+        "vision_config": {"model_type": "gemma4_vision", **_VISION, "head_dim": 8},
+        "audio_config": None,
+    },
+    "qwen3_5": {
+        "text_config": {
+            **_TEXT,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+        "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2},
+    },
+    "mistral3": {  # by default its head is tied, but the files have one
+        "text_config": {"model_type": "ministral3", **_TEXT},
+        "vision_config": {"model_type": "pixtral", **_VISION},
+        "image_token_index": 98,
+        "tie_word_embeddings": False,
+    },
+    "smolvlm": {
+        "text_config": {"model_type": "llama", **_TEXT},
+        "vision_config": _VISION,
+        "image_token_id": 98,
+    },
+}
+
+
+def whole_model(family: str, folder: Path) -> PreTrainedModel:
+    """A checkpoint with random weights, as transformers writes it; buffers are not the default."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **WHOLE[family])
+    model = perturbed(AutoModelForImageTextToText.from_config(config)).eval()
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer += 0.3
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return model
+
+
+IDS = torch.arange(4, 15)[None]
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model(input_ids=IDS, attention_mask=torch.ones_like(IDS)).logits
+
+
+@pytest.mark.parametrize("family", WHOLE)
+def test_the_decoder_is_loaded_and_saved_alone(family: str, tmp_path: Path) -> None:
+    whole = whole_model(family, tmp_path / "whole")
+    model = load_causal_lm(tmp_path / "whole")
+    assert torch.equal(logits(model), logits(whole))
+    streamed = empty_causal_lm(tmp_path / "whole")
+    assert streamed is not None
+    streamed.model.to_empty(device="cpu")
+    streamed.fill(lambda parameter: (parameter, 0))
+    for name, weight in model.named_parameters():
+        assert torch.equal(streamed.model.get_parameter(name), weight), name
+    for name, buffer in streamed.model.named_buffers():
+        assert not name.endswith("layer_scalar") or torch.equal(buffer, model.get_buffer(name))
+
+    again = AutoModelForCausalLM.from_pretrained(saved(model, tmp_path / "text")).eval()
+    assert type(again) is type(model)
+    assert torch.equal(logits(again), logits(whole))
+    assert (
+        load_scalar_model(tmp_path / "whole", seed=1).config.model_type == again.config.model_type
+    )
+    scalar = empty_scalar_model(tmp_path / "whole")
+    assert scalar is not None
+    assert scalar.missing == ["score.weight"]
+
+
+def test_weights_go_back_beside_the_other_parts_as_the_docs_say(tmp_path: Path) -> None:
+    whole_model("gemma3", tmp_path / "whole")
+    text = load_causal_lm(tmp_path / "whole")
+    perturbed(text)
+    saved(text, tmp_path / "text")
+    whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "whole", dtype="auto")
+    text = AutoModelForCausalLM.from_pretrained(tmp_path / "text", dtype="auto")
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    assert torch.equal(logits(whole), logits(text))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])  # AutoModelForCausalLM: whole, and alone
+def test_peft_puts_an_adapter_on_the_whole_model(family: str, tmp_path: Path) -> None:
+    whole_model(family, tmp_path / "whole")
+    model = load_causal_lm(tmp_path / "whole")
+    before = logits(model)
+    add_lora(model, LoraConfig(rank=2), seed=0, tokens=(5, 6))
+    with torch.no_grad():
+        for parameter in lora_parameters(model):
+            parameter += 0.1
+    save_model(model, tokenizer(), tmp_path / "run", base_path=tmp_path / "whole")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter").eval()
+    torch.testing.assert_close(logits(theirs), logits(model), atol=1e-5, rtol=1e-4)
+    assert torch.equal(logits(load_causal_lm(tmp_path / "run" / "adapter")), logits(model))
+    assert not torch.allclose(logits(model), before, atol=1e-3)
+
+
+def test_a_line_tells_what_is_left_out(tmp_path: Path) -> None:
+    whole_model("gemma3", tmp_path / "whole")
+    plain = str(saved(tiny_model("llama"), tmp_path / "plain"))
+    line, *others = decoders_alone(RunConfig(), str(tmp_path / "whole"), plain)
+    assert "(gemma3) the text decoder alone" in line
+    assert "as a gemma3_text checkpoint" in line
+    assert not others
+
+
+def test_a_decoder_without_a_class_of_its_own_is_refused(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("qwen2_5_vl", text_config=_TEXT)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="with a text decoder 'qwen2_5_vl_text', no causal"):
+        load_causal_lm(tmp_path)
+    AutoConfig.for_model("mllama").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="whose text decoder 'mllama_text_model' AutoModelFor"):
+        load_causal_lm(tmp_path)
+    text: dict[str, Any] = {"model_type": "gemma4_text", "num_kv_shared_layers": 30}
+    text |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    config = AutoConfig.for_model("gemma4_assistant", text_config=text)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="which drafts for another model, from its states"):
+        load_causal_lm(tmp_path)
