@@ -154,7 +154,7 @@ def _forget(model: PreTrainedModel) -> None:
     continue the last answer."""
     for module in model.modules():
         if getattr(module, "conv1d_state", None) is not None:
-            module.conv1d_state = None
+            module.__dict__["conv1d_state"] = None
 
 
 def check_generation(model: PreTrainedModel, own: PreTrainedModel | None = None) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -55,8 +56,9 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
 def without_text_class(config: PreTrainedConfig) -> str:
     """The family of a text decoder beside other parts that has no class of its own; else ""."""
     text = getattr(config, "text_config", None)
-    is_part = isinstance(text, PreTrainedConfig) and text.model_type != config.model_type
-    return text.model_type if is_part and text_config(config) is None else ""
+    if not isinstance(text, PreTrainedConfig) or text.model_type == config.model_type:
+        return ""
+    return text.model_type if text_config(config) is None else ""
 
 
 def text_part(config: PreTrainedConfig, folder: Path | None) -> PreTrainedConfig:
@@ -76,7 +78,9 @@ def text_part(config: PreTrainedConfig, folder: Path | None) -> PreTrainedConfig
         listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
         if listed and max(listed) < text.vocab_size:  # some defaults are of a larger vocabulary
             setattr(text, name, ids)
-    text.architectures, text.num_labels = config.architectures, config.num_labels
+    text.architectures = config.architectures
+    if config.num_labels is not None:
+        text.num_labels = config.num_labels
     text.dtype = text.dtype or config.dtype
     if (quantization := getattr(config, "quantization_config", None)) is not None:
         text.quantization_config = quantization
@@ -117,8 +121,8 @@ def name_beside_parts(config: PreTrainedConfig, stored: Iterable[str], *, scalar
         scalar: of a sequence-classification model.
     """
     mapping = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if scalar else MODEL_FOR_CAUSAL_LM_MAPPING
-    kind = mapping.get(type(config), None)
-    alone = kind is not None and kind.config_class is type(text_config(config))
+    kind: Any = mapping.get(type(config), None)
+    alone = getattr(kind, "config_class", None) is type(text_config(config))
     if text_config(config) is None or alone or (scalar and kind is None):
         return "model"
     is_text_model = any(re.match(r"(?:model\.)?text_model\.", name) for name in stored)
