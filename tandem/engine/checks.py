@@ -21,7 +21,6 @@ from tandem.models.lm_head import check_head
 from tandem.models.lora import adapters_off
 from tandem.models.modes import evaluating
 from tandem.models.selfcheck import Agreement, check_twin
-from tandem.models.shared_copy import plain_copy
 from tandem.models.twin import decodes, supports_packing, twin_of
 from tandem.parallel.shard import shards_of
 from tandem.parallel.tensor import TensorGroup
@@ -47,14 +46,12 @@ def check_policy(model: PreTrainedModel, group: TensorGroup | None = None) -> Ag
             distributions than its forward gives, or the plan of its slices is wrong.
     """
     with generation_weights(model, group):
-        # Slices stand in for the twin; the model's own forward gathers for itself.
-        is_whole_here = group is None and shards_of(model).is_split
-        own = plain_copy(model) if is_whole_here else model
-        check_head(model, own)
+        check_head(model)
         if not decodes(model):
             with evaluating(model):
-                return Agreement(False, math.inf, check_generation(model, own), 0.0)
-        return check_twin(model, own, trains_elsewhere=group is not None, make_decoder=make_runner)
+                return Agreement(False, math.inf, check_generation(model), 0.0)
+        # Slices stand in for the twin; the model's own forward gathers for itself.
+        return check_twin(model, trains_elsewhere=group is not None, make_decoder=make_runner)
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from tandem.generation.observed import observe, read_observed
 from tandem.generation.sampler import Draw, TokenCounts
 from tandem.generation.scheduler import Request
 from tandem.models.source import positions_in
-from tandem.models.twin import rope_border
+from tandem.models.twin import rope_border, running
 from tandem.text import first_line
 
 
@@ -70,14 +70,16 @@ def answer(
         # Past the border cached keys have other rotations; not every version recomputes them.
         use_cache=border is None or not width <= border < longest,
     )
-    with torch.no_grad(), _without_own_settings(model), _last_logits_only(model):
-        _forget(model)
-        model.generate(  # type: ignore[operator]
+    runs = running(model)
+    with torch.no_grad(), _without_own_settings(runs), _last_logits_only(runs):
+        _forget(runs)
+        runs.generate(  # type: ignore[operator]
             input_ids.to(device),
             attention_mask=attention_mask.to(device),
             generation_config=settings,
             logits_processor=LogitsProcessorList([sampler]),
             stopping_criteria=StoppingCriteriaList([_Ends(requests, stop_token_ids)]),
+            synced_gpus=False,  # other ranks may have no such batch
         )
     draws = sampler.draws
     return Draw(
@@ -130,10 +132,11 @@ def _greedy(
     settings = GenerationConfig(
         max_new_tokens=count, pad_token_id=0, output_logits=True, return_dict_in_generate=True
     )
-    with torch.no_grad(), _without_own_settings(model):
-        _forget(model)
-        made: Any = model.generate(  # type: ignore[operator]
-            ids, attention_mask=mask, generation_config=settings
+    runs = running(model)
+    with torch.no_grad(), _without_own_settings(runs):
+        _forget(runs)
+        made: Any = runs.generate(  # type: ignore[operator]
+            ids, attention_mask=mask, generation_config=settings, synced_gpus=False
         )
     return _Greedy(made.sequences[:, ids.shape[1] :], torch.stack(made.logits).float())
 
@@ -157,11 +160,9 @@ def _forget(model: PreTrainedModel) -> None:
             module.__dict__["conv1d_state"] = None
 
 
-def check_generation(model: PreTrainedModel, own: PreTrainedModel | None = None) -> float:
+def check_generation(model: PreTrainedModel) -> float:
     """Compare `generate` with the forward that scores and trains, on random prompts.
 
-    Args:
-        own: runs the forward where the model itself cannot (`shared_copy.plain_copy`).
     Returns:
         the largest difference of a token's log-prob, in nats.
     Raises:
@@ -176,7 +177,7 @@ def check_generation(model: PreTrainedModel, own: PreTrainedModel | None = None)
         torch.randint(config.vocab_size, (min(n, room),), generator=generator).tolist()
         for n in _LENGTHS
     ]
-    apart, size = 0.0, 1.0
+    runs, apart, size = running(model), 0.0, 1.0
     try:
         together = [[prompt] for prompt in prompts] if _padding_enters(model) else [prompts]
         for group in together:
@@ -184,7 +185,7 @@ def check_generation(model: PreTrainedModel, own: PreTrainedModel | None = None)
             for i, prompt in enumerate(group):
                 ids = torch.tensor([[*prompt, *made.tokens[i].tolist()]], device=model.device)
                 with torch.no_grad():
-                    full = (own or model)(input_ids=ids, use_cache=False).logits[0].float()
+                    full = runs(input_ids=ids, use_cache=False).logits[0].float()
                 full = full[len(prompt) - 1 : -1].log_softmax(-1)
                 new = ids[0, len(prompt) :, None]
                 gap = (made.logits[:, i].log_softmax(-1) - full).gather(1, new)

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from tandem.errors import ModelError, NumericsError
 from tandem.models.modes import evaluating
 from tandem.models.packed import hidden_states
-from tandem.models.twin import twin_of
+from tandem.models.twin import running, twin_of
 from tandem.models.twin_layers import TwinLinear
 from tandem.ops import dense
 from tandem.ops.logits import HeadProduct
@@ -203,11 +203,9 @@ def vocabulary_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def check_head(model: PreTrainedModel, own: PreTrainedModel | None = None, seed: int = 0) -> None:
+def check_head(model: PreTrainedModel, seed: int = 0) -> None:
     """Compare hidden states plus head with the full forward on random tokens.
 
-    Args:
-        own: runs the full forward where the model itself cannot (`shared_copy.plain_copy`).
     Raises:
         ModelError: they differ, or a token's logits depend on later tokens or on padding.
         NumericsError: logits are not finite, as when float16 is too small for a model.
@@ -217,10 +215,10 @@ def check_head(model: PreTrainedModel, own: PreTrainedModel | None = None, seed:
     token_ids = torch.randint(config.vocab_size, (2, 6), generator=generator).to(model.device)
     mask = torch.ones_like(token_ids, dtype=torch.bool)
     mask[1, 4:] = False
-    own = own or model
     batch = TokenBatch(token_ids, mask, mask & False)
     try:
         with evaluating(model):
+            own = running(model)
             full = own(input_ids=token_ids, attention_mask=mask.long(), use_cache=False).logits
             ours = _head_logits(model, hidden_states(model, batch))
             alone = own(input_ids=token_ids[1:, :4], use_cache=False).logits

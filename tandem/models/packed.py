@@ -27,6 +27,7 @@ from tandem.models.twin import (
     compares_once,
     decodes,
     has_dropout,
+    running,
     supports_packing,
     twin_of,
     why_unpacked,
@@ -328,7 +329,8 @@ def _padded_states(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """(B, T, D). No mask: a causal model's token sees nothing to its right, where padding is."""
     if model.training and torch.is_grad_enabled():
         require_whole_layers(model, why_unpacked(model))
-    states: Tensor = model.base_model(input_ids=batch.token_ids, use_cache=False).last_hidden_state
+    base = running(model).base_model
+    states: Tensor = base(input_ids=batch.token_ids, use_cache=False).last_hidden_state
     return states
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tandem.errors import ModelError
 from tandem.models.modes import evaluating
-from tandem.models.twin import decodes, kv_shapes, own_forwards, twin_of
+from tandem.models.twin import decodes, kv_shapes, own_forwards, running, twin_of
 from tandem.ops.attention_context import BLOCK_TOKENS, Decode, KVMemory, Packed, attending
 
 TRUSTED_GAP = 1e-5
@@ -67,7 +67,6 @@ class Agreement:
 @torch.no_grad()
 def check_twin(
     model: PreTrainedModel,
-    own: PreTrainedModel | None = None,
     seed: int = 0,
     *,
     trains_elsewhere: bool = False,
@@ -76,7 +75,6 @@ def check_twin(
     """Compare the model's own forward, the twin's packed one and its decoding.
 
     Args:
-        own: runs its own forward where the model itself cannot (`shared_copy.plain_copy`).
         trains_elsewhere: this twin only generates (`twin.standing_in`), so that its decoding is
             compared with the model's own forward instead of with its packed one.
         make_decoder: what decodes in the run (`generation.runners.make_runner`); None: the twin's
@@ -84,9 +82,9 @@ def check_twin(
     Raises:
         ModelError: the twin's logits, or their likeliest tokens, differ from the model's.
     """
-    rows, runs = _random_rows(model, seed), own or model
-    family, advice = model.config.model_type, _advice(model)
+    rows, family, advice = _random_rows(model, seed), model.config.model_type, _advice(model)
     with evaluating(model):
+        runs = running(model)
         full = torch.cat([runs(input_ids=row[None], use_cache=False).logits[0] for row in rows])
         packed = _packed_logits(model, rows)
         decoded = _decoded_logits(model, rows, make_decoder or _Modules) if decodes(model) else None

@@ -35,9 +35,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tandem.errors import ModelError
+from tandem.models.blocks import decoder_blocks
 from tandem.models.config_snapshot import Modules, steering, steers_as
 from tandem.models.rope import turning_point
-from tandem.models.shared_copy import Switch, shared_copy
+from tandem.models.shared_copy import Switch, is_split, plain_copy, shared_copy
 from tandem.ops.attention_context import LayerShape, Packed, Recording, attending
 
 
@@ -181,13 +182,21 @@ def why_unpacked(model: PreTrainedModel) -> str:
 
 @contextmanager
 def without_hooks(model: PreTrainedModel) -> Iterator[None]:
-    """Within: a sharded model's twin gathers no weights; they must be whole already."""
+    """Within: a sharded model's twin, and what is `running` it, gather no weights; they must be
+    whole already."""
     gathering = _current(model).gathering
     before, gathering.on = gathering.on, False
     try:
         yield
     finally:
         gathering.on = before
+
+
+def running(model: PreTrainedModel) -> PreTrainedModel:
+    """What runs a model's own forward: the model. Where its weights are whole and would be split
+    again by its hooks (`without_hooks`), a copy that has none."""
+    gathers = _current(model).gathering.on
+    return model if gathers or not is_split(model) else plain_copy(model)
 
 
 @contextmanager
@@ -278,7 +287,8 @@ def _recorded(twin: PreTrainedModel) -> tuple[tuple[LayerShape, ...], str]:
         )
     if kind := _hidden_kind(text, recording):
         return (), f"family {family!r} has layers of {kind}, known to its own masks alone"
-    if any(isinstance(module, nn.Conv1d) for module in twin.base_model.modules()):
+    blocks = decoder_blocks(twin)  # audio parts beside them have convolutions of their own
+    if any(isinstance(module, nn.Conv1d) for block in blocks for module in block.modules()):
         # Falcon-H1 has them beside attention; they would run on into the next sequence.
         return (), f"family {family!r} has convolutions over tokens"
     # Not the type of the weights: shards are cast when they are gathered.

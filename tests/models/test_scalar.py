@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, CTRLConfig
+from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, RobertaConfig
 
 from tandem.config.schema import LoraConfig
 from tandem.errors import ModelError
@@ -212,8 +212,12 @@ def test_a_scalar_model_is_no_language_model(scalar_folder: Path) -> None:
 
 
 def test_a_head_of_another_name() -> None:
-    with pytest.raises(ModelError, match="CTRLForSequenceClassification must score with a linear"):
-        new_scalar_model(CTRLConfig(vocab_size=50, n_embd=16, dff=16, n_layer=1, n_head=2), 0)
+    config = RobertaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, is_decoder=True,
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="RobertaForSequenceClassification must score with a lin"):
+        new_scalar_model(config, 0)
 
 
 def test_an_encoder_is_refused() -> None:

@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from tandem.config.schema import ParallelConfig, RunConfig
+from tandem.models.load import new_causal_lm
 from tandem.parallel.world import World
 from tandem.training.run_stages import train
+from tests.models.hybrid_families import HYBRIDS
 from tests.ranks import on_ranks
+from tests.tiny import tiny_config, tiny_tokenizer
 from tests.training.conftest import PlainRun
 
 # What depends on the clock, and what greedy choices of a moved policy amplify.
@@ -83,3 +87,27 @@ def test_all_steps_over_ranks_are_those_of_one(
     if rank:
         adapter = load_file(tmp_path / "ranks/ppo/actor/adapter/adapter_model.safetensors")
         assert all(torch.isfinite(value).all() for value in adapter.values())
+
+
+@pytest.mark.parametrize(
+    "family", ["recurrent_gemma", pytest.param("falcon_h1", marks=pytest.mark.slow)]
+)
+def test_a_family_that_hugging_face_answers_for(
+    tmp_path: Path, preferences: str, family: str
+) -> None:
+    """Its ranks generate in other batches, of prompts of equal length, and for other numbers of
+    tokens: none may wait for another."""
+    tokenizer = tiny_tokenizer()
+    config = AutoConfig.for_model(family, **(HYBRIDS[family] | {"vocab_size": len(tokenizer)}))
+    config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    model = new_causal_lm(config, seed=0)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    alone = tiny_config(
+        tmp_path / "alone", str(tmp_path / "model"), preferences,
+        sft__max_steps=1, reward__max_steps=1, ppo__steps=2, ppo__ema=True,
+    )  # fmt: skip
+    train(alone, command="test", print_line=lambda line: None)
+    parallel = ParallelConfig(actor_zero_stage=3, critic_zero_stage=3)
+    on_ranks(2, ran, replace(alone, output_dir=str(tmp_path / "ranks"), parallel=parallel))
+    assert_same_run(tmp_path / "ranks", tmp_path / "alone")
