@@ -21,14 +21,9 @@ from tandem.data.loader import microbatches
 from tandem.engine.allocator import give_back_if_scarce
 from tandem.engine.placement import onload
 from tandem.models import scalar
+from tandem.models.beginnings import PromptGroup, prompt_groups
 from tandem.models.lm_head import vocabulary_head
-from tandem.models.packed import (
-    PromptGroup,
-    drops_now,
-    predictor_states,
-    prompt_groups,
-    response_tokens,
-)
+from tandem.models.packed import drops_now, predictor_states, response_tokens
 from tandem.models.replayed import KeptStates
 from tandem.models.tensor_parallel import sliced_twin
 from tandem.models.twin import compares_once, decodes, standing_in, without_hooks

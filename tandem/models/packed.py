@@ -1,10 +1,10 @@
 """Forwards over packed sequences: only the real tokens of a batch, so no work on padding.
 
 N is the number of tokens that are computed: the real tokens in the order of the batch's rows, or,
-where rows begin with the same prompt, that prompt once and then each row's response. Tokens that
-nothing asked for depends on are left out: those after the last state that a row is asked for, and
-past the last block's attention (`ops.attention_context.Wanted`) all but the states asked for.
-Families whose attention cannot be reached (`twin.supports_packing`) run padded, and the real tokens
+where rows begin alike (`beginnings`), each beginning once and then what continues it: prompts, and
+each row's response. Tokens that nothing asked for depends on are left out: those after the last
+state that a row is asked for, and past the last block's attention (`ops.attention_context.Wanted`)
+all but the states asked for. Families whose attention cannot be reached (`twin.supports_packing`) run padded, and the real tokens
 are picked afterwards.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from tandem.errors import ShapeError
+from tandem.models.beginnings import Beginning, PromptGroup, in_company, prompt_groups
 from tandem.models.blocks import decoder_blocks
 from tandem.models.recompute import require_whole_layers
 from tandem.models.replayed import KeptStates, replayed_states
@@ -35,18 +37,6 @@ from tandem.models.twin import (
 from tandem.ops import gpu
 from tandem.ops.attention_context import Packed, Wanted, WholeSequences, attending
 from tandem.types import TokenBatch
-
-
-@dataclass(frozen=True, slots=True)
-class PromptGroup:
-    """Rows of a batch that begin with the same prompt.
-
-    rows: their numbers, in order. prompt_tokens: the tokens before the first response token, 0 for
-    a row without a response, which is a group of its own.
-    """
-
-    rows: list[int]
-    prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,28 +151,12 @@ def narrows(model: PreTrainedModel) -> bool:
 
 
 def shares_prompts(model: PreTrainedModel) -> bool:
-    """Whether rows that begin with the same prompt run it once, with the same numbers.
+    """Whether rows that begin alike run what they begin with once, with the same numbers.
 
     That needs a model in which a token depends on the tokens before it alone, and no dropout, which
     would draw one mask for all of them.
     """
     return decodes(model) and not drops_now(model)
-
-
-def prompt_groups(batch: TokenBatch) -> list[PromptGroup]:
-    """The rows of a batch by prompt, told by its tokens; in the order of the groups' first rows."""
-    batch = batch.on_host()
-    answered = batch.response_mask.any(dim=1).tolist()
-    lengths = batch.response_mask.int().argmax(dim=1).tolist()
-    ids = batch.token_ids.numpy()
-    groups: dict[bytes | int, PromptGroup] = {}
-    for row, (has_response, length) in enumerate(zip(answered, lengths, strict=True)):
-        if not has_response:
-            groups[row] = PromptGroup([row], 0)
-            continue
-        group = groups.setdefault(ids[row, :length].tobytes(), PromptGroup([], length))
-        group.rows.append(row)
-    return list(groups.values())
 
 
 def packed_rows(
@@ -195,12 +169,12 @@ def packed_rows(
 ) -> PackedRows:
     """The tokens of a batch side by side.
 
-    Rows of one prompt need not be neighbors; with a shared prompt they stand together here.
+    Rows that begin alike need not be neighbors; they stand together here.
 
     Args:
         real: (B, T) bool, on the host: the tokens to compute, each row's first ones.
         asked: (B, T) bool, on the host, a subset: the tokens whose states are asked for; None: all.
-        shares: rows that begin with the same prompt run it once.
+        shares: rows that begin alike run what they begin with once.
         kept: states of the batch's tokens, if they are all there.
     """
     host = batch.on_host()
@@ -209,17 +183,14 @@ def packed_rows(
     columns = [host.token_ids, _places(host)]
     if kept is not None and bool((kept.rows[real] >= 0).all()):
         columns.append(kept.rows)
-    if not any(len(group.rows) > 1 for group in groups):
+    if not any(len(group.rows) > 1 or group.beginnings for group in groups):
         # Every token stands once, in the order of the question.
         prefixes, order = None, None
         made = [column[real] for column in columns]
         index = (real.flatten().cumsum(0) - 1).view(real.shape)
         wanted = index[real if asked is None else asked]
     else:
-        lengths, prefixes, shifts = _segments(groups, lengths)
-        shared, starts, others = torch.tensor(shifts, device="cpu")[:, :, None]
-        places = _places(host)
-        index = places + torch.where(places < shared, starts, others)
+        lengths, prefixes, index = _segments(groups, lengths, real.shape[1])
         # A token that several rows share is written by each of them, with one value.
         made = [
             torch.empty(sum(lengths), dtype=torch.long, device="cpu").index_copy_(
@@ -240,31 +211,38 @@ def packed_rows(
 
 
 def _segments(
-    groups: Sequence[PromptGroup], row_lengths: Sequence[int]
-) -> tuple[list[int], list[int], tuple[list[int], ...]]:
-    """The lengths of the segments that shared prompts make and the segment that each continues
-    (-1: none); and of each row: tokens of its shared prompt, where that begins, and where position
-    0 of the rest would stand."""
-    lengths: list[int] = []
-    prefixes: list[int] = []
-    shared, starts, shifts = ([0] * len(row_lengths) for _ in range(3))
-    total = 0
-    for group in groups:
-        prompt = group.prompt_tokens if len(group.rows) > 1 else 0
-        start, prefix = total, -1
-        if prompt:
-            prefix = len(lengths)
-            lengths.append(prompt)
-            prefixes.append(-1)
-            total += prompt
+    groups: Sequence[PromptGroup], row_lengths: Sequence[int], width: int
+) -> tuple[list[int], list[int], Tensor]:
+    """The lengths of the segments that beginnings, prompts and responses make, and the segment that
+    each continues (-1: none); and (B, width) int64, where each token of a row stands among theirs
+    (behind a row's tokens: anything)."""
+    ends, prefixes = [0], list[int]()
+    index = torch.zeros((len(row_lengths), width), dtype=torch.long, device="cpu")
+    places = torch.arange(width, device="cpu")
+    there = index.new_zeros(width)  # where the tokens stand of the segments that may be continued
+
+    def add(begin: int, end: int, prefix: int) -> int:
+        there[begin:end] = places[: end - begin] + ends[-1]
+        ends.append(ends[-1] + end - begin)
+        prefixes.append(prefix)
+        return len(prefixes) - 1
+
+    opened: list[tuple[Beginning, int]] = []  # with their segments
+    for group in in_company(groups):
+        while opened and opened[-1][0] not in group.beginnings:
+            opened.pop()
+        for part in group.beginnings[len(opened) :]:
+            begin, prefix = (opened[-1][0].end, opened[-1][1]) if opened else (0, -1)
+            opened.append((part, add(begin, part.end, prefix)))
+        begin, prefix = (opened[-1][0].end, opened[-1][1]) if opened else (0, -1)
+        if len(group.rows) > 1 and group.prompt_tokens > begin:
+            prefix, begin = add(begin, group.prompt_tokens, prefix), group.prompt_tokens
         for row in group.rows:
-            shared[row], starts[row], shifts[row] = prompt, start, total - prompt
-            rest = row_lengths[row] - prompt
-            if rest:
-                lengths.append(rest)
-                prefixes.append(prefix)
-                total += rest
-    return lengths, prefixes, (shared, starts, shifts)
+            length = row_lengths[row]
+            if length > begin:
+                add(begin, length, prefix)
+            index[row, :length] = there[:length]
+    return [b - a for a, b in pairwise(ends)], prefixes, index
 
 
 def _rows_asked(

@@ -144,12 +144,14 @@ class Wanted:
 class Packed:
     """B segments side by side, N tokens: training, scoring and prefill.
 
-    A segment is a whole sequence, or it continues a whole sequence that several may share, as
-    responses share their prompt: its tokens attend to that sequence and to their own segment.
+    A segment is a whole sequence, or it continues another one, as several may: responses a prompt,
+    and prompts what they begin with alike. Its tokens attend to that segment, to what that
+    continues in turn, and to their own.
 
     cu_seqlens: (B + 1,) int32, where each begins. max_length: of the longest sequence, in tokens.
-    prefixes: (B,) int32, the whole sequence that a segment continues, -1 where it is whole itself;
-        None: all are whole. Continuations stand directly after the sequence that they continue.
+    prefixes: (B,) int32, the segment that a segment continues, -1 where it is whole itself; None:
+        all are whole. A continuation stands directly after the segment that it continues, or after
+        others that continue that, however indirectly.
     memory, block_tables: where prefill keeps the keys and values of these tokens, (B, max_blocks)
         int32.
     before: what memory holds of the sequences already; None: nothing of any. max_length then
@@ -177,13 +179,10 @@ class Packed:
         ends = gpu.sent([*accumulate(lengths, initial=0)], device, torch.int32)
         if prefixes is None:
             return Packed(ends, max(lengths, default=0), wanted=wanted)
-        longest = max(
-            (
-                length + (lengths[prefix] if prefix >= 0 else 0)
-                for length, prefix in zip(lengths, prefixes, strict=True)
-            ),
-            default=0,
-        )
+        whole: list[int] = []  # the tokens of each with what it continues
+        for length, prefix in zip(lengths, prefixes, strict=True):
+            whole.append(length + (whole[prefix] if prefix >= 0 else 0))
+        longest = max(whole, default=0)
         found = gpu.sent(prefixes, device, torch.int32)
         return Packed(ends, longest, prefixes=found, wanted=wanted)
 
@@ -199,7 +198,7 @@ class WholeSequences:
     """Segments and what they continue, written out as M tokens of whole sequences.
 
     packed: the sequences. tokens: (M,) int64, which of the N tokens each is. back: (N,) int64,
-    where among the M each of the N stands.
+    where among the M each of the N stands, in one of the sequences that hold it.
     """
 
     packed: Packed
@@ -208,24 +207,28 @@ class WholeSequences:
 
 
 def _whole_sequences(step: Packed) -> WholeSequences:
+    """Those that nothing continues: a segment that others continue is the beginning of theirs."""
     assert step.prefixes is not None
-    device, bounds = step.cu_seqlens.device, step.cu_seqlens.tolist()
+    bounds, prefixes = step.cu_seqlens.tolist(), step.prefixes.tolist()
+    places = torch.arange(bounds[-1], device=step.cu_seqlens.device)
+    back = torch.empty_like(places)
     lengths: list[int] = []
     tokens: list[Tensor] = []
-    back: list[Tensor] = []
-    total = 0
-    for segment, prefix in enumerate(step.prefixes.tolist()):
-        own = torch.arange(bounds[segment], bounds[segment + 1], device=device)
-        before = 0
-        if prefix >= 0:
-            tokens.append(torch.arange(bounds[prefix], bounds[prefix + 1], device=device))
-            before = len(tokens[-1])
-        tokens.append(own)
-        back.append(torch.arange(len(own), device=device) + (total + before))
-        lengths.append(before + len(own))
-        total += lengths[-1]
-    packed = Packed.of_lengths(lengths, device)
-    return WholeSequences(packed, torch.cat(tokens), torch.cat(back))
+    continued, total = set(prefixes), 0
+    for segment in range(len(prefixes)):
+        if segment in continued:
+            continue
+        path = [segment]
+        while prefixes[path[-1]] >= 0:
+            path.append(prefixes[path[-1]])
+        begin = total
+        for part in reversed(path):
+            tokens.append(places[bounds[part] : bounds[part + 1]])
+            back[tokens[-1]] = torch.arange(total, total + len(tokens[-1]), device=back.device)
+            total += len(tokens[-1])
+        lengths.append(total - begin)
+    packed = Packed.of_lengths(lengths, back.device)
+    return WholeSequences(packed, torch.cat(tokens), back)
 
 
 @dataclass(frozen=True, slots=True)

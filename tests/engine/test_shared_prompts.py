@@ -20,7 +20,7 @@ from tandem.engine.placement import prepare_for_training, shard_model
 from tandem.engine.shard_plan import shard_plan
 from tandem.engine.update import LossTerm, MicroBatchLoss, _accumulated
 from tandem.models import packed
-from tandem.models.packed import PromptGroup
+from tandem.models.beginnings import PromptGroup
 from tandem.parallel.dtensor import whole
 from tandem.parallel.world import World
 from tests.models.families import tiny_model, tiny_scalar

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from tandem.config.schema import LoraConfig
 from tandem.engine.forward import response_logprobs, sequence_scores, token_values
 from tandem.models import packed
+from tandem.models.beginnings import prompt_groups
 from tandem.models.lora import add_lora
-from tandem.models.packed import packed_rows, predictor_states, prompt_groups, shares_prompts
+from tandem.models.packed import packed_rows, predictor_states, shares_prompts
 from tandem.models.recompute import enable_gradient_checkpointing
 from tandem.ops import attention, native
 from tandem.types import TokenBatch

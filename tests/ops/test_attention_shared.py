@@ -26,11 +26,22 @@ def with_prefixes(x: Inputs, case: Case, lengths: Sequence[int], prefixes: Seque
     return out
 
 
+SHARED = {
+    "responses": ((35, 1, 20, 3, 16, 16, 5), (-1, 0, 0, 0, -1, 4, -1)),
+    # Of the first, 1 and 7 continue 0; 2 and 5 continue 1, 3 and 4 continue 2, 6 continues 5.
+    "of beginnings": ((32, 3, 2, 21, 5, 30, 17, 16, 1), (-1, 0, 1, 2, 2, 1, 5, 0, -1)),
+}
+"""Lengths of segments, and the segment that each continues."""
+
+
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shared_by", SHARED)
 @pytest.mark.parametrize("name", CASES)
-def test_a_shared_prefix_gives_the_bits_of_whole_sequences(name: str, threads: int) -> None:
+def test_a_shared_prefix_gives_the_bits_of_whole_sequences(
+    name: str, shared_by: str, threads: int
+) -> None:
     case = CASES[name]
-    lengths, prefixes = (35, 1, 20, 3, 16, 16, 5), (-1, 0, 0, 0, -1, 4, -1)
+    lengths, prefixes = SHARED[shared_by]
     x = inputs(case, lengths)
     leaves = [t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v)]
     whole = Packed.of_lengths(lengths, x.q.device, prefixes).whole()
@@ -82,3 +93,7 @@ def test_a_continuation_elsewhere_than_after_its_sequence() -> None:
     x = inputs(case, (3, 4, 2))
     with pytest.raises(RuntimeError, match="directly after its sequence; got prefix 0"):
         with_prefixes(x, case, (3, 4, 2), (-1, -1, 0))
+    x = inputs(case, (3, 4, 2, 1))
+    for prefix in (1, 3, 4):
+        with pytest.raises(RuntimeError, match=f"got prefix {prefix} of segment 3"):
+            with_prefixes(x, case, (3, 4, 2, 1), (-1, 0, 0, prefix))

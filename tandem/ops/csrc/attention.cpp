@@ -549,16 +549,33 @@ void attend(const Tile<T>& tile, int64_t queries, const Kind& kind, float* out,
 
 // ---- packed sequences, forward ----
 
-// Rows [start, start + count) of the input: positions [first, first + count) of their sequence.
+// Rows [start, start + count) of the input: positions [first, first + count) of their sequence,
+// whose earlier ones are those of `before` and of what that continues in turn.
 struct Segment {
   int64_t start, first, count;
+  const Segment* before;  // null: none
+
   int64_t end() const { return first + count; }
+
+  // Of position t, which this segment or one that it continues holds.
+  int64_t row(int64_t t) const {
+    const Segment* at = this;
+    while (t < at->first) at = at->before;
+    return at->start + t - at->first;
+  }
 };
 
-// Queries at positions [begin, end) of the segments [from, to), under one key head; `root` is the
-// beginning that the segments continue, or the first of them itself.
+// f(segment) for what a segment continues, the sequence's beginning first.
+template <class F>
+void each_before(const Segment& segment, const F& f) {
+  if (!segment.before) return;
+  each_before(*segment.before, f);
+  f(*segment.before);
+}
+
+// Queries at positions [begin, end) of the segments [from, to), under one key head: one segment, or
+// a whole sequence with everything that continues it.
 struct Piece {
-  const Segment* root;
   const Segment *from, *to;
   int64_t head, begin, end;
 
@@ -580,8 +597,8 @@ struct Piece {
 std::vector<Segment> segments_of(const Segments& of) {
   std::vector<Segment> found(of.count);
   for (int64_t b = 0; b < of.count; ++b) {
-    const int64_t first = of.continues(b) ? found[of.prefixes[b]].count : 0;
-    found[b] = {of.bounds[b], first, of.bounds[b + 1] - of.bounds[b]};
+    const Segment* before = of.continues(b) ? &found[of.prefixes[b]] : nullptr;
+    found[b] = {of.bounds[b], before ? before->end() : 0, of.bounds[b + 1] - of.bounds[b], before};
   }
   return found;
 }
@@ -596,10 +613,8 @@ std::vector<Piece> pieces_of(const std::vector<Segment>& segments, const Segment
   const bool together = threads <= 1 || !divisible;
   std::vector<Piece> pieces;
   pieces.reserve(count * heads * parts);
-  const Segment* root = nullptr;
   for (int64_t b = 0, next; b < count; b = next) {
     const Segment* segment = &segments[b];
-    if (!of.continues(b)) root = segment;
     next = b + 1;
     while (together && next < count && of.continues(next)) ++next;
     const Segment* const to = segments.data() + next;
@@ -608,11 +623,11 @@ std::vector<Piece> pieces_of(const std::vector<Segment>& segments, const Segment
     const int64_t size = parts > 1 ? std::max<int64_t>(128, part) : INT64_MAX / 2;
     for (int64_t h = 0; h < heads; ++h) {
       if (together) {
-        pieces.push_back({root, segment, to, h, 0, INT64_MAX});
+        pieces.push_back({segment, to, h, 0, INT64_MAX});
         continue;
       }
       for (int64_t t = segment->first; t < segment->end(); t += size) {
-        pieces.push_back({root, segment, to, h, t, std::min(t + size, segment->end())});
+        pieces.push_back({segment, to, h, t, std::min(t + size, segment->end())});
       }
     }
   }
@@ -688,7 +703,9 @@ class Upcoming {
 };
 
 // Blocks of transposed rows, floats (width, 16): those of a sequence's beginning, and behind them
-// those of one continuation after the other. Positions count from block `skipped` on.
+// those of one continuation after the other. Positions count from block `skipped` on. As each
+// segment is put directly after what it continues, or after others that continue that, what lies
+// before its positions is that beginning.
 template <class T>
 class Columns {
  public:
@@ -701,19 +718,17 @@ class Columns {
     for (int64_t b = 0; b < blocks; ++b) at_[b] = to_ + b * width * kLanes;
   }
 
-  // The rows of a segment up to position `end`, after those of `root`, which are there already.
-  void put(const Segment& root, const Segment& segment, int64_t end) {
+  // The rows of a segment up to position `end`, after those before it, which are there already.
+  void put(const Segment& segment, int64_t end) {
     end = std::min(end, segment.end());
     int64_t t = std::max(segment.first / kBlock, skipped_) * kBlock;
-    if (t < segment.first) {  // a block of both
+    if (t < segment.first) {  // a block of what it continues, too
       T mixed[kBlock * kWidest];
       const int64_t last = std::min(end, t + kBlock), wide = std::min(width_, kWidest);
       for (int64_t d = 0; d < width_; d += wide) {
         const int64_t some = std::min(wide, width_ - d);
         for (int64_t j = t; j < last; ++j) {
-          const T* row = j < segment.first ? rows_.at(root.start + j, head_)
-                                           : rows_.at(segment.start + j - segment.first, head_);
-          std::copy_n(row + d, some, mixed + (j - t) * some);
+          std::copy_n(rows_.at(segment.row(j), head_) + d, some, mixed + (j - t) * some);
         }
         transpose_block(mixed, some, last - t, some, block(t) + d * kLanes);
       }
@@ -750,7 +765,7 @@ class Copies {
     for (int64_t b = 0; b < blocks; ++b) at_[b] = to_ + b * kBlock * wide_;
   }
 
-  void put(const Segment&, const Segment& segment, int64_t end) {
+  void put(const Segment& segment, int64_t end) {
     end = std::min(end, segment.end());
     int64_t t = std::max(segment.first, skipped_ * kBlock);
     float* to = to_ + (t - skipped_ * kBlock) * wide_;
@@ -821,10 +836,10 @@ void forward_piece(const Packed<T>& in, const Piece& piece, const Piece* after) 
   Copies<T> values(in.v, piece.head, size.value_width, skipped, longest, mine.values,
                    mine.value_blocks);
   const auto put = [&](const Segment& segment) {
-    keys.put(*piece.root, segment, piece.end);
-    values.put(*piece.root, segment, piece.end);
+    keys.put(segment, piece.end);
+    values.put(segment, piece.end);
   };
-  if (piece.root != piece.from) put(*piece.root);
+  each_before(*piece.from, put);
   for (const Segment* segment = piece.from; segment < piece.to; ++segment) {
     put(*segment);
     forward_segment(in, piece, *segment, keys, values, next);
@@ -1150,16 +1165,18 @@ void backward_piece(const Gradients<T>& work, const Piece& piece, const Piece* a
     grad_keys.write(segment, work.k + at * size.key_width, size.heads * size.key_width);
     grad_values.write(segment, work.v + at * size.value_width, size.heads * size.value_width);
   };
+  const Segment* open = nullptr;  // the last segment, which others may continue and add to
   for (const Segment* segment = piece.from; segment < piece.to; ++segment) {
-    keys.put(*piece.root, *segment, piece.end);
-    values.put(*piece.root, *segment, piece.end);
-    rows.put(*piece.root, *segment, piece.end);
+    for (; open != segment->before; open = open->before) write(*open);
+    keys.put(*segment, piece.end);
+    values.put(*segment, piece.end);
+    rows.put(*segment, piece.end);
     grad_keys.clear(segment->first, segment->end());
     grad_values.clear(segment->first, segment->end());
     backward_segment(work, piece, *segment, keys, values, rows, grad_keys, grad_values, next);
-    if (segment != piece.root) write(*segment);
+    open = segment;
   }
-  write(*piece.root);  // what its continuations add is in it now
+  for (; open; open = open->before) write(*open);
 }
 
 // ---- one new token per row, on KV memory ----

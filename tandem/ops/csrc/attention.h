@@ -48,9 +48,9 @@ struct Sizes {
 };
 
 // Segments of tokens side by side: segment b is tokens bounds[b] to bounds[b + 1]. With prefixes[b]
-// < 0 it is a whole sequence. Otherwise it continues the whole sequence prefixes[b], which several
-// may share: its positions and the keys in sight begin with those of that sequence. Continuations
-// stand directly after the sequence that they continue.
+// < 0 it is a whole sequence. Otherwise it continues segment prefixes[b], as several may, and what
+// that continues in turn: its positions and the keys in sight begin with theirs. It stands directly
+// after the segment that it continues, or after others that continue that, however indirectly.
 struct Segments {
   const int32_t* bounds;
   const int32_t* prefixes;  // null: all are whole sequences

@@ -64,7 +64,7 @@ void check_bounds(const Tensor& bounds, int64_t tokens, const char* where) {
               at[0], " to ", at[count], ".");
 }
 
-// Which whole sequence each segment continues, if any (see Segments).
+// Which segment each continues, if any (see Segments).
 std::optional<Tensor> checked_prefixes(const std::optional<Tensor>& prefixes, int64_t segments) {
   if (!prefixes || !prefixes->defined()) return std::nullopt;
   TORCH_CHECK(prefixes->dim() == 1 && prefixes->size(0) == segments &&
@@ -72,12 +72,12 @@ std::optional<Tensor> checked_prefixes(const std::optional<Tensor>& prefixes, in
               "varlen_attention must get prefixes (", segments, ") int32; got ", prefixes->sizes(),
               " of ", prefixes->scalar_type(), ".");
   const int32_t* at = prefixes->const_data_ptr<int32_t>();
-  int64_t whole = -1;
   for (int64_t b = 0; b < segments; ++b) {
-    if (at[b] < 0) whole = b;
-    TORCH_CHECK(at[b] < 0 || at[b] == whole,
+    int64_t open = b - 1;  // the last segment, and what it continues
+    while (open > at[b] && open >= 0) open = at[open];
+    TORCH_CHECK(at[b] < 0 || open == at[b],
                 "a continuation must stand directly after its sequence; got prefix ", at[b],
-                " of segment ", b, ", and ", whole, " as the last whole sequence.");
+                " of segment ", b, ", which segment ", b - 1, " does not continue.");
   }
   return prefixes;
 }
