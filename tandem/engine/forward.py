@@ -6,7 +6,6 @@ so that every rank has all of them.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandem.data.loader import microbatches
 from tandem.engine.allocator import give_back_if_scarce
 from tandem.engine.placement import onload
+from tandem.engine.units import balanced_units, filled
 from tandem.models import scalar
 from tandem.models.beginnings import PromptGroup, prompt_groups
 from tandem.models.lm_head import vocabulary_head
@@ -183,22 +182,6 @@ def rows_together(parts: Sequence[Sequence[int]]) -> list[Rows]:
     return [Rows(part, together, begin) for part, begin in zip(parts, begins, strict=False)]
 
 
-def balanced(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """The rows of each rank, in O(rows log ranks): the longest row that is left goes to the first
-    rank with the fewest tokens.
-
-    Args:
-        lengths: tokens of each row.
-    """
-    rows_of: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [(0, rank) for rank in range(num_ranks)]  # sorted, so a heap
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        load, rank = loads[0]
-        rows_of[rank].append(row)
-        heapq.heapreplace(loads, (load + lengths[row], rank))
-    return rows_of
-
-
 def rank_micro_batches(
     lengths: Sequence[int],
     max_tokens: int,
@@ -209,7 +192,7 @@ def rank_micro_batches(
 
     Rows are `balanced` over the ranks; a rank's rows are grouped by length, at most
     `max_tokens` together. Rows of a prompt group stay together as far as those tokens and the
-    balance allow it, and their prompt counts once.
+    balance allow it, and their prompt counts once, as does what prompts begin with alike.
 
     Args:
         lengths: tokens of each row.
@@ -217,13 +200,9 @@ def rank_micro_batches(
     """
     if not lengths:
         return []
-    units, shares = _balanced_units(lengths, max_tokens, world.size, groups)
     parts_of = [
-        [
-            [row for i in part for row in units[mine[i]].rows]
-            for part in microbatches([units[i].tokens for i in mine], max_tokens)
-        ]
-        for mine in shares
+        [[row for unit in part for row in unit.rows] for part in filled(units, max_tokens)]
+        for units in balanced_units(lengths, max_tokens, world.size, groups)
     ]
     count = max(map(len, parts_of))
     mine = parts_of[world.rank]
@@ -234,62 +213,11 @@ def rank_micro_batches(
     return [*parts[:-1], replace(parts[-1], is_last=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """Rows that stay together, and the tokens that they cost: a shared prompt counts once."""
-
-    rows: list[int]
-    tokens: int
-
-
-def _balanced_units(
-    lengths: Sequence[int], max_tokens: int, num_ranks: int, groups: Sequence[PromptGroup]
-) -> tuple[list[_Unit], list[list[int]]]:
-    """What stays together, and which of it each rank gets.
-
-    Large groups leave ranks with less work than others and small ones repeat prompts: of a few
-    sizes, the one whose busiest rank has the fewest tokens.
-    """
-    alone = [_Unit([row], length) for row, length in enumerate(lengths)]
-    choices = [alone]
-    if any(len(group.rows) > 1 for group in groups):
-        units = _units(lengths, groups, max_tokens)
-        share = -(-sum(unit.tokens for unit in units) // num_ranks)
-        choices = [units]
-        if num_ranks > 1:
-            choices += [_units(lengths, groups, min(max_tokens, share // n)) for n in (1, 2, 4)]
-            choices.append(alone)
-    best: tuple[int, list[_Unit], list[list[int]]] | None = None
-    for units in choices:
-        shares = balanced([unit.tokens for unit in units], num_ranks)
-        busiest = max(sum(units[i].tokens for i in mine) for mine in shares)
-        if best is None or busiest < best[0]:
-            best = busiest, units, shares
-    assert best is not None
-    return best[1], best[2]
-
-
-def _units(lengths: Sequence[int], groups: Sequence[PromptGroup], max_tokens: int) -> list[_Unit]:
-    """Groups cut so that each part has at most `max_tokens`, or one row."""
-    units: list[_Unit] = []
-    for group in groups:
-        room, shared = 0, group.prompt_tokens
-        for row in group.rows:
-            own = lengths[row] - shared
-            if row == group.rows[0] or own > room:
-                units.append(_Unit([], shared))
-                room = max_tokens - shared
-            part = units[-1]
-            units[-1] = _Unit([*part.rows, row], part.tokens + own)
-            room -= own
-    return units
-
-
 _continued: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def groups_of(batch: TokenBatch, models: Sequence[PreTrainedModel]) -> list[PromptGroup]:
-    """The rows of a batch by prompt if all these models run a shared prompt once, else none.
+    """The rows of a batch by prompt if all these models run once what rows share, else none.
 
     Every rank must call it as often as every other.
     """

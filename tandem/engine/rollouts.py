@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from tandem.config.engine import EngineSettings
 from tandem.config.schema import SamplingConfig
-from tandem.engine.forward import balanced, generation_weights
+from tandem.engine.forward import generation_weights
+from tandem.engine.units import balanced
 from tandem.generation.conversing import ConversationRow, Conversing
 from tandem.generation.following import Following
 from tandem.generation.generator import generate

@@ -34,8 +34,8 @@ class PromptGroup:
     a row without a response, which is a group of its own. beginnings: what the prompt has in common
     with those of other groups, the shortest first; each goes on from the one before.
 
-    Example: of the prompts s q, s r a and s r b (letters are blocks of 16 tokens), the first has the
-    beginning s, the others s and s r.
+    Example: of the prompts s q, s r a and s r b (letters are blocks of 16 tokens), the first has
+    the beginning s, the others s and s r.
     """
 
     rows: list[int]

@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from tandem.engine.forward import groups_of
 from tandem.engine.hybrid import RLHFEngine
+from tandem.models.beginnings import common_tokens
 from tandem.models.packed import computed_tokens, narrows
 from tandem.models.summary import sequence_flops
 from tandem.models.twin import decodes
@@ -16,13 +17,16 @@ def batch_flops(
     model: PreTrainedModel, batch: TokenBatch, *, backward: bool = False, ends: bool = False
 ) -> float:
     """`sequence_flops` of a batch whose response tokens go through the vocabulary head, or with
-    `ends` its rows' last tokens through a scalar one; a prompt that several rows share counts once
+    `ends` its rows' last tokens through a scalar one; what several rows begin with counts once
     where the model runs it once, and tokens count that are computed."""
     # First, as it is what all ranks' weights may be gathered for.
-    again = [group.prompt_tokens for group in groups_of(batch, [model]) for _ in group.rows[1:]]
+    groups = groups_of(batch, [model])
+    prompts = [group.prompt_tokens for group in groups for _ in group.rows[1:]]
+    again = [*prompts, *common_tokens(groups)]
     real, asked = computed_tokens(model, batch, ends=ends)
     lengths = real.sum(dim=1).tolist()
-    wanted = int(asked.sum()) - (0 if ends else len(again))
+    # Of rows of one prompt, each asks for the state of the prompt's last token.
+    wanted = int(asked.sum()) - (0 if ends else len(prompts))
     leaves_out = wanted > 0 and narrows(model)
     flops = sequence_flops(
         model,

@@ -23,7 +23,9 @@ from tandem.models import packed
 from tandem.models.beginnings import PromptGroup
 from tandem.parallel.dtensor import whole
 from tandem.parallel.world import World
+from tandem.types import TokenBatch
 from tests.models.families import tiny_model, tiny_scalar
+from tests.models.test_beginnings import PROMPTS, beginning_batch
 from tests.models.test_shared_prompts import grouped_batch
 from tests.ranks import on_ranks
 
@@ -85,9 +87,11 @@ def test_a_model_that_shares_nothing_has_no_groups() -> None:
     assert groups_of(batch, [model.train()]) == []
 
 
-def learned(world: World, stage: int, max_tokens: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+def learned(
+    world: World, stage: int, max_tokens: int, batch: TokenBatch
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Gradients of both terms' loss, and the log-probs and values of a scoring pass."""
-    settings, batch = engine_settings(RunConfig()), grouped_batch(ROWS)
+    settings = engine_settings(RunConfig())
     models = [tiny_model("llama"), tiny_scalar("llama")]
     for model in models:
         prepare_for_training(model, settings, seed=5)
@@ -119,9 +123,24 @@ def learned(world: World, stage: int, max_tokens: int) -> tuple[dict[str, Tensor
 def test_any_ranks_and_micro_batches_give_the_unshared_numbers(
     size: int, stage: int, max_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = on_ranks(size, learned, stage, max_tokens)
+    require_unshared_numbers(grouped_batch(ROWS), size, stage, max_tokens, monkeypatch)
+
+
+@pytest.mark.parametrize(("size", "stage"), [(1, 0), (2, 0), (2, 3)])
+@pytest.mark.parametrize("max_tokens", [70, 500])
+def test_so_do_prompts_that_begin_alike(
+    size: int, stage: int, max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = beginning_batch(PROMPTS["in each other"])
+    require_unshared_numbers(batch, size, stage, max_tokens, monkeypatch)
+
+
+def require_unshared_numbers(
+    batch: TokenBatch, size: int, stage: int, max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = on_ranks(size, learned, stage, max_tokens, batch)
     monkeypatch.setattr(packed, "shares_prompts", lambda model: False)
-    gradients, *numbers = learned(World(), 0, 60)
+    gradients, *numbers = learned(World(), 0, 60, batch)
     for theirs, *others in found:
         for ours, number in zip(others, numbers, strict=True):
             assert torch.allclose(ours, number, atol=1e-6)

@@ -116,10 +116,18 @@ def test_a_ppo_step_counts_what_it_computes(
 
 
 @pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize(
+    ("masks", "again"),
+    [
+        # Two turns, a prompt of four tokens for two rows and an answer of one token.
+        (("...aa..aa...", "....aa", "....a"), [4]),
+        # Prompts of 18, 16 and 20 tokens that begin alike, the last with two answers.
+        (("." * 18 + "aa", "." * 16 + "a", "." * 20 + "aaa", "." * 20 + "a"), [16, 16, 20]),
+    ],
+)
 def test_tokens_that_are_left_out_count_for_nothing(
-    ends: bool, monkeypatch: pytest.MonkeyPatch
+    masks: tuple[str, ...], again: list[int], ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch of two turns, a shared prompt and an answer of one token."""
     made = 0
     linear = dense.linear
 
@@ -129,7 +137,6 @@ def test_tokens_that_are_left_out_count_for_nothing(
         return linear(x, weight, bias)
 
     model, source = tiny_llama("llama"), Source("texts", "texts", 1)
-    masks = ("...aa..aa...", "....aa", "....a")
     rows = [
         TokenRow(tuple(range(5, 5 + len(m))), tuple(c == "a" for c in m), source) for m in masks
     ]
@@ -141,9 +148,7 @@ def test_tokens_that_are_left_out_count_for_nothing(
         monkeypatch.setattr(layer, "takes", lambda x: False)  # every product is a linear layer's
         ask(model, batch)
     said = batch_flops(model, batch, ends=ends)
-    if ends:  # the prompt of four tokens runs once for two rows
-        said -= attention([12, 6, 5]) - attention([4])
-    else:
-        said -= attention([8, 5, 4]) - attention([4])
+    lengths = [len(mask) if ends else mask.rindex("a") for mask in masks]
+    said -= attention(lengths) - attention(again)
     said -= 2 * model.get_output_embeddings().weight.numel() * batch.num_response_tokens
     assert 0.999 * made < said < 1.02 * made
