@@ -20,6 +20,7 @@ from tandem.data.own_template import read_template
 from tandem.data.sampled import sampled
 from tandem.errors import DataError
 from tandem.message import answer_text
+from tandem.ops.sizes import BLOCK_TOKENS
 from tandem.plan.prompt_frame import Count, PromptFrame
 from tandem.predict.rows import Rows, rows_of
 from tandem.rewards.tool_schema import offered_tools
@@ -123,6 +124,8 @@ def _rows(
     found = rows_of(kept, number, f"{about}{counted(number, 'row')}, {how}")
     if stage.leaves == "reward model":  # its head reads the last token alone
         found = replace(found, answered=found.sequences)
+    alike = frame.common_tokens((s.prompt, s.tools) for s in _some(samples) if s.text is None)
+    found = replace(found, alike=alike // BLOCK_TOKENS * BLOCK_TOKENS)
     return replace(found, ptx=ptx) if stage.family == "rl" else found
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,22 +58,41 @@ class PromptFrame:
         Args:
             tools: that may be called, a list as JSON text.
         """
-        turns = [_as_given(turn) for turn in prompt]
-        if self._template is not None:
-            # A template is a program that came with a model: it may raise or refuse anything.
-            try:
-                with deadline():
-                    return self._before + self._count(
-                        self._template.render(
-                            messages=turns, add_generation_prompt=True,
-                            tools=json.loads(tools) if tools else None, documents=None,
-                            **self._special,
-                        )
-                    )  # fmt: skip
-            except Exception:
-                pass
+        text = self._rendered(prompt, tools)
+        if text is not None:
+            return self._before + self._count(text)
         said = sum(self._count(answer_text(turn)) + _FRAME_TOKENS for turn in prompt)
         return said + _FRAME_TOKENS
+
+    def common_tokens(self, prompts: Iterable[tuple[Sequence[Message], str]]) -> int:
+        """Tokens that a prompt, with its tools, begins with like another one; of most prompts, if
+        not of all."""
+        texts = sorted(
+            self._rendered(*one) or "\n".join(map(answer_text, one[0])) for one in prompts
+        )
+        common = sorted((_common(a, b) for a, b in pairwise(texts)), key=len)
+        middle = common[(len(common) - 1) // 2] if common else ""
+        return self._before + self._count(middle) if middle else 0
+
+    def _rendered(self, prompt: Sequence[Message], tools: str) -> str | None:
+        if self._template is None:
+            return None
+        # A template is a program that came with a model: it may raise or refuse anything.
+        try:
+            with deadline():
+                text: str = self._template.render(
+                    messages=[_as_given(turn) for turn in prompt], add_generation_prompt=True,
+                    tools=json.loads(tools) if tools else None, documents=None, **self._special,
+                )  # fmt: skip
+                return text
+        except Exception:
+            return None
+
+
+def _common(a: str, b: str) -> str:
+    """What both begin with."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return a[: next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))]
 
 
 def _as_given(turn: Message) -> dict[str, Any]:

@@ -15,6 +15,7 @@ class Rows:
     those that go through the vocabulary's head. longest: the longest sequence; widest: the tokens
     of the longest row (0: of its sequences, each the longest). cost, dearest: mean and most of what
     a row takes of a micro-batch's tokens, every sequence counted as its longest (0: its tokens).
+    alike: tokens that rows begin with alike, a micro-batch's first excepted, in whole blocks.
     ptx: mean tokens of a row of ptx_data. source: where the figures are from, for the user.
     """
 
@@ -26,6 +27,7 @@ class Rows:
     widest: int = 0
     cost: float = 0.0
     dearest: int = 0
+    alike: int = 0
     ptx: float = 0.0
     source: str = ""
 

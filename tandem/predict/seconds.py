@@ -170,7 +170,7 @@ def generating(
         rows: decoded in parallel. packs: from packed weights in one call per step, not layer by
             layer in Python.
     """
-    prompts = work.prompts * work.prompt
+    prompts = work.prompts * work.prompt - max(0.0, work.prompts - 1) * work.alike
     rounds = work.rows / max(1.0, rows)
     steps = max(1.0, rounds) * work.new
     flops = forward_flops(shape, prompts, work.prompt, work.prompts)

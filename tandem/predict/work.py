@@ -30,7 +30,8 @@ class Work:
     of the largest that adds to an earlier one's gradients (RL: not counted). rehearsed: of the
     largest that the rehearsal before the first step tries. rows: answers sampled, at_once in
     parallel. prompt, longest_prompt, new: their tokens. longest: tokens of the longest sequence of
-    a row (RL: not counted). ptx: tokens of texts mixed in, per update.
+    a row (RL: not counted). alike: tokens that sequences begin with alike, computed once in a
+    micro-batch. ptx: tokens of texts mixed in, per update.
     """
 
     steps: int = 0
@@ -50,12 +51,14 @@ class Work:
     longest_prompt: int = 0
     longest: int = 0
     new: int = 0
+    alike: int = 0
     ptx: float = 0.0
 
     @property
     def length(self) -> float:
-        """Mean tokens of a sequence."""
-        return self.tokens / max(1.0, self.sequences)
+        """Mean tokens of a sequence, as attention counts them: half are the keys that a query sees
+        of what is its sequence's own, and it sees all that sequences begin with alike."""
+        return self.tokens / max(1.0, self.sequences) + 2.0 * self.alike
 
 
 def work_of(
@@ -75,7 +78,6 @@ def work_of(
     whole = max(1, round(rows.sequences * rows.longest))
     width, dearest = rows.widest or whole, rows.dearest or whole
     limit = config.micro_batch_tokens
-    tokens = batch * rows.tokens / ranks
     # Rows are put together by what they cost; of a prompt that they share, less is computed.
     cost = max(1.0, rows.cost or rows.tokens)
     fits = max(1, min(limit // dearest, share))
@@ -85,17 +87,22 @@ def work_of(
     if rows.count:
         found = max(1, -(-int(rows.count * section.epochs) // batch))
         steps = min(steps, found) if steps else found
-    micro_tokens = min(limit, max(width, round(at_once * rows.tokens)))
+    micro = -(-micro // 1)
+    # What rows begin with alike is computed once in a micro-batch.
+    again = max(0.0, batch / ranks - micro) * rows.alike
+    most = at_once * rows.tokens - max(0.0, at_once - 1) * rows.alike
+    micro_tokens = min(limit, max(width, round(most)))
     return Work(
         steps=steps,
-        tokens=tokens,
+        tokens=batch * rows.tokens / ranks - again,
         answered=batch * rows.answered / ranks,
         sequences=batch * rows.sequences / ranks,
-        micro_batches=-(-micro // 1),
+        micro_batches=micro,
         micro_tokens=micro_tokens,
         later=round(_later(share, cost, dearest, limit) * micro_tokens),
-        rehearsed=fits * width,
+        rehearsed=fits * width - (fits - 1) * rows.alike,
         longest=rows.longest,
+        alike=rows.alike,
     )
 
 
@@ -107,20 +114,22 @@ def _rl_work(config: RunConfig, rl: RLConfig, ranks: int, rows: Rows, new: int) 
     share = -(-min(minibatch_size(config), answers) // ranks)
     length = rows.longest + new
     limit = config.micro_batch_tokens
-    # Answers to a prompt compute it once.
-    each = rows.tokens / samples + new
+    # Answers to a prompt compute it once, a micro-batch what prompts begin with alike.
+    each = (rows.tokens - rows.alike) / samples + new
     updates = num_updates(config, 1)
-    per_update = share * each
+    micro = updates * max(1.0, -(-share * each // max(1, limit - rows.alike)))
     steps = rl.steps or (-(-rows.count // rl.prompts_per_step) if rows.count else 0)
     return Work(
         steps=steps,
-        tokens=mine * each,
+        tokens=mine * each + min(micro / rl.epochs, mine / samples) * rows.alike,
         answered=mine * new,
         sequences=mine,
         updates=updates,
         passes=rl.epochs,
-        micro_batches=updates * max(1.0, -(-per_update // limit)),
-        micro_tokens=min(limit, max(length, round(share * (rows.tokens + new)))),
+        micro_batches=micro,
+        micro_tokens=min(
+            limit, max(length, round(share * (rows.tokens - rows.alike + new) + rows.alike))
+        ),
         rehearsed=max(1, min(limit // length, share)) * length,
         rows=mine,
         prompts=mine / samples,
@@ -128,6 +137,7 @@ def _rl_work(config: RunConfig, rl: RLConfig, ranks: int, rows: Rows, new: int) 
         prompt=rows.tokens,
         longest_prompt=rows.longest,
         new=new,
+        alike=rows.alike,
         ptx=rl.ptx_batch_size * rows.ptx / ranks if rl.ptx_data else 0.0,
     )
 

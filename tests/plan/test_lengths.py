@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,11 @@ def test_lengths_are_those_of_the_rows_that_a_run_trains_on(
     assert found["ppo"].tokens == pytest.approx(sum(prompts) / len(prompts), abs=1)
     assert found["ppo"].longest == pytest.approx(max(prompts), abs=1)
     assert found["sft"].tokens == pytest.approx(sum(texts) / len(texts), abs=2)
+    tokens = sorted(prompt.token_ids for prompt in rows.prompts)
+    common = [
+        next(i for i in range(len(b)) if a[: i + 1] != b[: i + 1]) for a, b in pairwise(tokens)
+    ]
+    assert found["ppo"].alike == sorted(common)[(len(common) - 1) // 2] // 16 * 16
 
 
 @pytest.mark.parametrize("policy", ["drop", "truncate"])

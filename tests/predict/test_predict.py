@@ -292,6 +292,37 @@ def test_a_micro_batch_counts_a_pair_as_two_of_its_longer_answer() -> None:
     assert work_of(config, stage_of("reward"), 1, replace(rows, cost=0)).micro_tokens == 320
 
 
+def test_what_rows_begin_with_alike_is_computed_once_in_a_micro_batch() -> None:
+    config = RunConfig(stages=("sft",), micro_batch_tokens=1000)
+    config = replace(config, sft=replace(config.sft, batch_size=40))
+    rows = Rows(count=1000, tokens=100, answered=30, longest=100)
+    apart = work_of(config, stage_of("sft"), 1, rows)
+    alike = work_of(config, stage_of("sft"), 1, replace(rows, alike=64))
+    assert (apart.tokens, apart.micro_tokens, apart.rehearsed) == (4000, 1000, 1000)
+    # Four micro-batches of ten rows, by the tokens of whole rows.
+    assert alike.micro_batches == apart.micro_batches == 4
+    assert alike.tokens == 4 * (64 + 10 * 36)
+    assert alike.micro_tokens == alike.rehearsed == 64 + 10 * 36
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_what_prompts_begin_with_alike_fills_micro_batches_once(samples: int) -> None:
+    config = RunConfig(micro_batch_tokens=1000)
+    config = replace(
+        config,
+        ppo=replace(config.ppo, prompts_per_step=64, minibatch_size=64 * samples, epochs=2),
+        sampling=replace(config.sampling, samples_per_prompt=samples, max_new_tokens=20),
+    )
+    rows = Rows(count=1000, tokens=100, longest=100, alike=80)
+    work = work_of(config, stage_of("ppo"), 1, rows)
+    own = 64 * (20 + samples * 20)  # of all prompts and answers
+    micro = -(-own // (1000 - 80))
+    assert work.updates == 2
+    assert work.micro_batches == 2 * micro
+    assert work.tokens == own + micro * 80
+    assert work.micro_tokens == 1000
+
+
 def test_the_rehearsal_takes_as_many_rows_as_the_dearest_allows() -> None:
     config = RunConfig(stages=("reward",), micro_batch_tokens=320)
     rows = Rows(count=1000, sequences=2, tokens=24, answered=16, longest=20, widest=28, cost=32,
