@@ -1,17 +1,22 @@
 """What shared prefixes and chunked prefill save: turns of a chat, of a rollout's conversations with
-an environment, prompts that begin alike, stalls.
+an environment, prompts that begin alike, in generation and in training, stalls.
 
     python bench/prefixes.py --json prefixes.json
 
-Four works, each with and without, in CPU seconds of one process, the two ways in turn:
+These works, each with and without, in CPU seconds of one process, the two ways in turn:
 
     chat     one conversation of --turns turns; each prompt repeats all turns before
     rollout  samples of 8 prompts, conversations of --answers answers with an environment
     shot     prompts that begin with the same examples, one short answer each, as in a rollout
     beside   a long prompt comes in while others decode: their longest wait for a token
+    alike    32 prompts with a system prompt of --system tokens, one answer each: their log-probs
+             (score), and a forward and backward (train)
+    alike-8  the same of 4 prompts and 8 answers each, which share their prompt both ways
+    apart    32 prompts that have 8 tokens in common, too few to share: what looking for it costs
 
-The first three count the tokens of prompts that were run; answers are the same both ways, and that
-is checked. `beside` has the prompt in parts of --chunk tokens, or whole.
+The first three count the tokens of prompts that were run, the last three all that were computed;
+answers and log-probs are the same both ways, and that is checked. `beside` has the prompt in parts
+of --chunk tokens, or whole.
 """
 
 from __future__ import annotations
@@ -20,8 +25,10 @@ import statistics
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +38,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from transformers import PreTrainedModel
 
-from bench.models import SHAPES, model_config, prompt_rows, random_ids, random_model
+from bench.models import (
+    PAD,
+    SHAPES,
+    model_config,
+    prompt_rows,
+    random_ids,
+    random_model,
+    uniform_lengths,
+)
 from bench.report import Report, count, parser, table
 from tandem.config.schema import SamplingConfig
+from tandem.engine.forward import rank_micro_batches_of, response_logprobs
 from tandem.generation.conversing import ConversationRow
 from tandem.generation.generator import generate
 from tandem.generation.runner import TwinRunner
 from tandem.generation.stops import Stops
 from tandem.generation.streaming import Conversations
-from tandem.types import Message
+from tandem.models import beginnings
+from tandem.models.packed import packed_rows
+from tandem.parallel.world import World
+from tandem.types import Message, Source, TokenBatch, TokenRow
 
 STOPS = Stops((), 0, lambda ids: " ".join(map(str, ids)))
 Measured = dict[str, float]
@@ -47,19 +66,23 @@ Measured = dict[str, float]
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure every work both ways; returns what --json writes."""
-    flags = parser(__doc__, "rounds threads dtype")
+    flags = parser(__doc__, "rounds threads dtype micro-batch-tokens default-allocator")
     flags.add_argument("--shape", choices=sorted(SHAPES), default="llama-22m")
     flags.add_argument("--turns", type=count, default=8)
     flags.add_argument("--answers", type=count, default=4, help="of a rollout's conversations")
     flags.add_argument("--chunk", type=count, default=128, help="tokens of a part of a prompt")
+    flags.add_argument("--system", type=count, default=175, help="tokens of a system prompt")
+    flags.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
     options = flags.parse_args(arguments)
+    options.micro_batch_tokens = options.micro_batch_tokens or 8192
     if options.tiny:
         options.shape, options.turns, options.rounds, options.chunk = "a", 3, 1, 16
+        options.system = 40
     report = Report(options)
     positions = 96 + 160 * options.turns if not options.tiny else 320
     model = random_model(model_config(SHAPES[options.shape], 2 * positions), dtype=options.dtype)
-    for name, function in WORKS.items():
-        rows = compared(function, model, options)
+    for name in options.works:
+        rows = compared(WORKS[name], model, options)
         report.result[name] = rows
         report.console.print(_table(name, rows), highlight=False)
         report.keep()
@@ -161,11 +184,73 @@ def beside(model: PreTrainedModel, options: Namespace, in_parts: bool) -> tuple[
     return found, [handle.token_ids for handle in handles]
 
 
+def learned(
+    model: PreTrainedModel, options: Namespace, shares: bool, *, samples: int = 1, alike: bool
+) -> tuple[Measured, Any]:
+    """The log-probs of 32 answers of 50 to 150 tokens to questions of 40, and their gradient."""
+    system, question, answer, many = options.system, 40, (50, 150), 32
+    if options.tiny:
+        question, answer, many = 8, (4, 12), 16
+    prompts = many // samples
+    begins, *questions = random_ids(
+        [system if alike else 8] + [question + (0 if alike else system - 8)] * prompts,
+        model.config.vocab_size, 4,
+    )  # fmt: skip
+    answers = random_ids(uniform_lengths(many, *answer, seed=5), model.config.vocab_size, 6)
+    source = Source("bench", "bench", 1)
+    rows = []
+    for i, ids in enumerate(answers):
+        prompt = (*begins, *questions[i // samples])
+        mask = (False,) * len(prompt) + (True,) * len(ids)
+        rows.append(TokenRow((*prompt, *ids), mask, source))
+    batch = TokenBatch.from_rows(rows, PAD)
+    measured: Measured = {"computed_tokens": 0}
+    found: list[Any] = []
+    model.zero_grad()  # the gradients' memory is there from the first round on
+    with _with_beginnings(shares):
+        for phase, learns in (("score", False), ("train", True)):
+            begin = time.process_time()
+            with torch.set_grad_enabled(learns):
+                parts = rank_micro_batches_of(batch, options.micro_batch_tokens, World(), [model])
+                for numbers, _ in parts:
+                    logprobs, _ = response_logprobs(model, batch.select(numbers))
+                    if learns:
+                        logprobs.sum().backward()
+                    found.append((numbers.tolist(), logprobs.detach()))
+            measured[f"{phase}_cpu_seconds"] = time.process_time() - begin
+        for numbers, _ in parts:
+            part = batch.select(numbers)
+            measured["computed_tokens"] += len(
+                packed_rows(part, part.attention_mask, shares=True).token_ids
+            )
+    said = {
+        (place >= len(found) // 2, row): numbers[: int(batch.attention_mask[row].sum())].tolist()
+        for place, (rows_of, logprobs) in enumerate(found)
+        for row, numbers in zip(rows_of, logprobs, strict=True)
+    }
+    return measured, said
+
+
+@contextmanager
+def _with_beginnings(shares: bool) -> Iterator[None]:
+    """Within: different prompts share what they begin with, or nobody looks for it."""
+    found = beginnings.find_beginnings
+    if not shares:
+        beginnings.find_beginnings = lambda ids, groups: {}
+    try:
+        yield
+    finally:
+        beginnings.find_beginnings = found
+
+
 WORKS: dict[str, Callable[[PreTrainedModel, Namespace, bool], tuple[Measured, Any]]] = {
     "chat": chat,
     "rollout": rollout,
     "shot": shot,
     "beside": beside,
+    "alike": partial(learned, alike=True),
+    "alike-8": partial(learned, alike=True, samples=8),
+    "apart": partial(learned, alike=False),
 }
 
 
@@ -187,7 +272,7 @@ def compared(
             if number:
                 found[way].append(measured)
         if answers[True] != answers[False]:
-            raise RuntimeError(f"{function.__name__} must answer alike both ways; it did not.")
+            raise RuntimeError(f"{function} must give the same both ways; it did not.")
     medians = {
         name: {key: statistics.median(one[key] for one in found[way]) for key in found[way][0]}
         for name, way in (("with", True), ("without", False))

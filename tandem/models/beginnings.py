@@ -57,7 +57,7 @@ def prompt_groups(batch: TokenBatch) -> list[PromptGroup]:
         group = groups.setdefault(ids[row, :length].tobytes(), PromptGroup([], length))
         group.rows.append(row)
     prompts = {key: group for key, group in groups.items() if isinstance(key, bytes)}
-    paths = _beginnings(ids, [prompts[key] for key in sorted(prompts)])
+    paths = find_beginnings(ids, [prompts[key] for key in sorted(prompts)])
     return [replace(group, beginnings=paths.get(group.rows[0], ())) for group in groups.values()]
 
 
@@ -85,7 +85,7 @@ def common_tokens(groups: Iterable[PromptGroup]) -> list[int]:
     return found
 
 
-def _beginnings(ids: Any, groups: Sequence[PromptGroup]) -> dict[int, tuple[Beginning, ...]]:
+def find_beginnings(ids: Any, groups: Sequence[PromptGroup]) -> dict[int, tuple[Beginning, ...]]:
     """The beginnings of each group that has any, by its first row.
 
     Args:

@@ -15,5 +15,8 @@ def test_all_works_run_both_ways(tmp_path: Path) -> None:
     for name in ("chat", "rollout", "shot"):
         ran = {way: made[name][way]["prefilled_tokens"] for way in ("with", "without")}
         assert ran["with"] < 0.7 * ran["without"], name
+    for name, less in (("alike", 0.7), ("alike-8", 0.9), ("apart", 1.0)):
+        ran = {way: made[name][way]["computed_tokens"] for way in ("with", "without")}
+        assert ran["with"] <= less * ran["without"], name
     assert made["beside"]["with"]["largest_forward_tokens"] < 128
     assert made["beside"]["without"]["largest_forward_tokens"] >= 128
