@@ -574,10 +574,12 @@ void each_before(const Segment& segment, const F& f) {
 }
 
 // Queries at positions [begin, end) of the segments [from, to), under one key head: one segment, or
-// a whole sequence with everything that continues it.
+// a whole sequence with what continues it, or some of that. In the backward, `sums` is where the
+// piece leaves what it adds to the gradients of that sequence; null: nothing else adds to them.
 struct Piece {
   const Segment *from, *to;
   int64_t head, begin, end;
+  float* sums = nullptr;
 
   int64_t longest() const {
     int64_t length = 0;
@@ -606,11 +608,10 @@ std::vector<Segment> segments_of(const Segments& of) {
 // One piece per head and sequence with its continuations, or more where threads would stand idle;
 // the costliest first.
 std::vector<Piece> pieces_of(const std::vector<Segment>& segments, const Segments& of,
-                             int64_t heads, bool divisible) {
+                             int64_t heads) {
   const int64_t threads = num_threads(), count = of.count;
-  const int64_t parts =
-      threads > 1 && divisible ? (2 * threads + count * heads - 1) / (count * heads) : 1;
-  const bool together = threads <= 1 || !divisible;
+  const int64_t parts = threads > 1 ? (2 * threads + count * heads - 1) / (count * heads) : 1;
+  const bool together = threads <= 1;
   std::vector<Piece> pieces;
   pieces.reserve(count * heads * parts);
   for (int64_t b = 0, next; b < count; b = next) {
@@ -1161,22 +1162,95 @@ void backward_piece(const Gradients<T>& work, const Piece& piece, const Piece* a
   Sums grad_keys(mine.grad_keys, longest, size.key_width);
   Sums grad_values(mine.grad_values, longest, size.value_width);
   const auto write = [&](const Segment& segment) {
+    if (piece.sums && !segment.before) {
+      grad_keys.write(segment, piece.sums, size.key_width);
+      grad_values.write(segment, piece.sums + segment.count * size.key_width, size.value_width);
+      return;
+    }
     const int64_t at = segment.start * size.heads + piece.head;
     grad_keys.write(segment, work.k + at * size.key_width, size.heads * size.key_width);
     grad_values.write(segment, work.v + at * size.value_width, size.heads * size.value_width);
   };
-  const Segment* open = nullptr;  // the last segment, which others may continue and add to
+  const auto put = [&](const Segment& segment) {
+    keys.put(segment, piece.end);
+    values.put(segment, piece.end);
+    rows.put(segment, piece.end);
+    grad_keys.clear(segment.first, segment.end());
+    grad_values.clear(segment.first, segment.end());
+  };
+  each_before(*piece.from, put);
+  const Segment* open = piece.from->before;  // the last segment; others may continue and add to it
   for (const Segment* segment = piece.from; segment < piece.to; ++segment) {
     for (; open != segment->before; open = open->before) write(*open);
-    keys.put(*segment, piece.end);
-    values.put(*segment, piece.end);
-    rows.put(*segment, piece.end);
-    grad_keys.clear(segment->first, segment->end());
-    grad_values.clear(segment->first, segment->end());
+    put(*segment);
     backward_segment(work, piece, *segment, keys, values, rows, grad_keys, grad_values, next);
     open = segment;
   }
   for (; open; open = open->before) write(*open);
+}
+
+// A sequence whose continuations are divided between pieces: what `parts` of them left, one behind
+// the other, for its gradients under one key head.
+struct Divided {
+  const Segment* root;
+  int64_t head, parts, width;  // keys' and values'
+  Buffer<float> sums;
+
+  float* part(int64_t i) { return sums.take(parts * root->count * width) + i * root->count * width; }
+};
+
+// One piece per head and sequence with its continuations, or several of about as many tokens, so
+// that threads share what many rows begin with alike. How they are cut does not depend on threads.
+std::vector<Piece> backward_pieces_of(const std::vector<Segment>& segments, const Sizes& size,
+                                      std::vector<Divided>& divided) {
+  constexpr int64_t kLeast = 1024;  // tokens; each piece prepares the keys of the beginning
+  std::vector<Piece> pieces;
+  const Segment* const last = segments.data() + segments.size();
+  for (const Segment *root = segments.data(), *next; root < last; root = next) {
+    std::vector<const Segment*> cuts{root};
+    int64_t tokens = 0;
+    for (next = root + 1; next < last && next->before; ++next) {
+      if (next->before == root && tokens >= std::max(kLeast, 4 * root->count)) {
+        cuts.push_back(next);
+        tokens = 0;
+      }
+      tokens += next->count;
+    }
+    cuts.push_back(next);
+    const int64_t parts = cuts.size() - 1;
+    for (int64_t h = 0; h < size.heads; ++h) {
+      if (parts > 1) divided.push_back({root, h, parts, size.key_width + size.value_width, {}});
+      for (int64_t i = 0; i < parts; ++i) {
+        float* sums = parts > 1 ? divided.back().part(i) : nullptr;
+        pieces.push_back({cuts[i], cuts[i + 1], h, 0, INT64_MAX, sums});
+      }
+    }
+  }
+  if (num_threads() > 1) {
+    std::stable_sort(pieces.begin(), pieces.end(),
+                     [](const Piece& a, const Piece& b) { return a.cost() > b.cost(); });
+  }
+  return pieces;
+}
+
+// The gradients of a sequence whose pieces are done.
+template <class T>
+void add_up(const Gradients<T>& work, Divided& divided) {
+  const Sizes& size = work.in.sizes;
+  const Segment& root = *divided.root;
+  float* const total = divided.part(0);
+  for (int64_t i = 1; i < divided.parts; ++i) {
+    const float* some = divided.part(i);
+    for (int64_t j = 0; j < root.count * divided.width; ++j) total[j] += some[j];
+  }
+  const auto write = [&](const float* from, int64_t width, T* to) {
+    to += (root.start * size.heads + divided.head) * width;
+    for (int64_t t = 0; t < root.count; ++t, from += width, to += size.heads * width) {
+      write_row(from, width, 1.0f, to);
+    }
+  };
+  write(total, size.key_width, work.k);
+  write(total + root.count * size.key_width, size.value_width, work.v);
 }
 
 // ---- one new token per row, on KV memory ----
@@ -1487,7 +1561,7 @@ std::vector<Company> companies_of(const Paged<T>& in, int64_t rows, std::vector<
 template <class T>
 void attend_packed(const Packed<T>& in, const Segments& of) {
   const auto segments = segments_of(of);
-  const auto pieces = pieces_of(segments, of, in.sizes.heads, true);
+  const auto pieces = pieces_of(segments, of, in.sizes.heads);
   const bool fetches = fetches_ahead(in, of);
   share_out(pieces.size(), num_threads(), [&](int64_t i) {
     forward_piece(in, pieces[i], fetches ? piece_after(pieces, i) : nullptr);
@@ -1500,7 +1574,7 @@ void attend_continued(const Continued<T>& in) {
   auto segments = segments_of(of);
   for (int64_t b = 0; b < in.count; ++b) segments[b].first = in.starts[b];
   const Packed<T> packed{in.q, {}, {}, in.out, nullptr, in.sizes, in.kind};
-  const auto pieces = pieces_of(segments, of, in.sizes.heads, true);
+  const auto pieces = pieces_of(segments, of, in.sizes.heads);
   share_out(pieces.size(), num_threads(), [&](int64_t i) {
     continued_piece(in, packed, pieces[i], pieces[i].from - segments.data());
   });
@@ -1509,11 +1583,13 @@ void attend_continued(const Continued<T>& in) {
 template <class T>
 void attend_packed_backward(const Gradients<T>& work, const Segments& of) {
   const auto segments = segments_of(of);
-  const auto pieces = pieces_of(segments, of, work.in.sizes.heads, false);
+  std::vector<Divided> divided;
+  const auto pieces = backward_pieces_of(segments, work.in.sizes, divided);
   const bool fetches = fetches_ahead(work.in, of);
   share_out(pieces.size(), num_threads(), [&](int64_t i) {
     backward_piece(work, pieces[i], fetches ? piece_after(pieces, i) : nullptr);
   });
+  share_out(divided.size(), num_threads(), [&](int64_t i) { add_up(work, divided[i]); });
 }
 
 template <class T>
