@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from tandem.data.template_limits import deadline, require_bounded, sandbox
 from tandem.data.tools import for_template
 from tandem.errors import ModelError
 from tandem.message import Message, answer_text
+from tandem.predict.rows import common_beginning
 
 Count = Callable[[str], int]
 _FRAME_TOKENS = 4
@@ -67,12 +67,10 @@ class PromptFrame:
     def common_tokens(self, prompts: Iterable[tuple[Sequence[Message], str]]) -> int:
         """Tokens that a prompt, with its tools, begins with like another one; of most prompts, if
         not of all."""
-        texts = sorted(
+        text = common_beginning(
             self._rendered(*one) or "\n".join(map(answer_text, one[0])) for one in prompts
         )
-        common = sorted((_common(a, b) for a, b in pairwise(texts)), key=len)
-        middle = common[(len(common) - 1) // 2] if common else ""
-        return self._before + self._count(middle) if middle else 0
+        return self._before + self._count(text) if text else 0
 
     def _rendered(self, prompt: Sequence[Message], tools: str) -> str | None:
         if self._template is None:
@@ -87,12 +85,6 @@ class PromptFrame:
                 return text
         except Exception:
             return None
-
-
-def _common(a: str, b: str) -> str:
-    """What both begin with."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return a[: next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))]
 
 
 def _as_given(turn: Message) -> dict[str, Any]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+S = TypeVar("S", str, tuple[int, ...])
+"""A text, or its tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,20 @@ def rows_of(lengths: Sequence[Sequence[tuple[int, int]]], count: int, source: st
         dearest=max(costs),
         source=source,
     )
+
+
+def common_beginning(sequences: Iterable[S]) -> S | None:
+    """What a sequence begins with like another one: of most, if not of all; None of fewer than two.
+
+    Of all, each has most in common with one next to it in their order; the median of these.
+    """
+    common = sorted((_common(a, b) for a, b in pairwise(sorted(sequences))), key=len)
+    return common[(len(common) - 1) // 2] if common else None
+
+
+def _common(a: S, b: S) -> S:
+    pairs = enumerate(zip(a, b, strict=False))
+    return a[: next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))]
 
 
 def _computed(row: Sequence[tuple[int, int]]) -> int:

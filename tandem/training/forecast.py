@@ -14,13 +14,14 @@ from tandem.errors import ModelError
 from tandem.metrics.text import duration, with_unit
 from tandem.metrics.timing import Phases, Whole, peak_bytes, reset_peak
 from tandem.ops import native
+from tandem.ops.sizes import BLOCK_TOKENS
 from tandem.predict.constants import constants
 from tandem.predict.hardware import Hardware
 from tandem.predict.machine import known_machine, memory_bytes
 from tandem.predict.memory import Models
 from tandem.predict.models import config_of
 from tandem.predict.record import WHOLE, Outcome, add_outcomes
-from tandem.predict.rows import Rows, rows_of
+from tandem.predict.rows import Rows, common_beginning, rows_of
 from tandem.predict.stage import Phase, StagePrediction, predict_stage
 from tandem.process import resident_bytes
 from tandem.text import named_line
@@ -172,13 +173,19 @@ def measured_rows(run: Run, stage: str, rows: StepRows) -> Rows:
     if not found:
         return Rows()
     measured: list[list[tuple[int, int]]] = []
+    prompts: list[tuple[int, ...]] = []
     for row in found[:2000]:
         if isinstance(row, PromptRow):
             measured.append([(len(row), 0)])
+            prompts.append(tuple(row.token_ids))
             continue
         parts = (row,) if isinstance(row, TokenRow) else row.sequences
         measured.append([(len(part), sum(part.response_mask)) for part in parts])
+        mask = tuple(parts[0].response_mask)
+        prompts.append(tuple(parts[0].token_ids[: mask.index(True) if True in mask else 0]))
+    alike = len(common_beginning(prompts) or ()) // BLOCK_TOKENS * BLOCK_TOKENS
     known = rows_of(measured, len(found), f"{len(found):,} rows")
+    known = replace(known, alike=alike)
     section = getattr(run.config, stage_of(stage).section)
     if isinstance(section, RLConfig) and rows.ptx:
         known = replace(known, ptx=sum(map(len, rows.ptx)) / len(rows.ptx))

@@ -26,7 +26,7 @@ from tandem.predict.hardware import as_values, find_hardware, hardware_names, re
 from tandem.predict.memory import Models
 from tandem.predict.models import config_of_shape
 from tandem.predict.record import Outcome, add_outcomes, read_outcomes
-from tandem.predict.rows import Rows, rows_of
+from tandem.predict.rows import Rows, common_beginning, rows_of
 from tandem.predict.stage import StagePrediction, predict_stage
 from tandem.predict.work import work_of
 
@@ -282,6 +282,12 @@ def test_lengths_of_rows() -> None:
     found = (rows.count, rows.sequences, rows.tokens, rows.answered, rows.longest, rows.widest)
     assert found == (50, 2, 9.5, 4, 10, 12)
     assert (rows.cost, rows.dearest) == ((2 * 6 + 2 * 10) / 2, 2 * 10)
+
+
+def test_what_most_rows_begin_with() -> None:
+    assert common_beginning(["You are. A", "Other", "You are. B", "You do"]) == "You "
+    assert common_beginning([(1, 2, 3), (1, 2), (1, 2, 4), (1, 2, 4)]) == (1, 2)
+    assert common_beginning([(1, 2)]) is None
 
 
 def test_a_micro_batch_counts_a_pair_as_two_of_its_longer_answer() -> None:
