@@ -57,6 +57,9 @@ def prompt_groups(batch: TokenBatch) -> list[PromptGroup]:
         group = groups.setdefault(ids[row, :length].tobytes(), PromptGroup([], length))
         group.rows.append(row)
     prompts = {key: group for key, group in groups.items() if isinstance(key, bytes)}
+    block = BLOCK_TOKENS * ids.itemsize
+    if len({key[:block] for key in prompts}) == len(prompts):
+        return list(groups.values())
     paths = find_beginnings(ids, [prompts[key] for key in sorted(prompts)])
     return [replace(group, beginnings=paths.get(group.rows[0], ())) for group in groups.values()]
 
