@@ -10,6 +10,8 @@ it opens as AutoModel, and `score.weight` (1, D) is one more tensor in its files
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedConfig,
@@ -51,6 +53,9 @@ def require_classifier(config: PreTrainedConfig, name: str) -> None:
     # Without exist_ok, transformers accepts no class for a family of its own.
     made = _classifier(backbone, kind)
     AutoModelForSequenceClassification.register(kind, made, exist_ok=True)
+    mapping: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if mapping.get(kind, None) is not made:  # and older versions not even with it
+        mapping._extra_content[kind] = made
 
 
 def take_backbone(model: PreTrainedModel, other: PreTrainedModel) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from .families import LLAMA, TOKEN_IDS
+from .families import LLAMA, TOKEN_IDS, config_of
 
 _FOUR = LLAMA | {"num_hidden_layers": 4}
 _MIXED = _FOUR | {
@@ -430,4 +430,4 @@ PADDED = {
 
 def decoder_config(name: str, **changes: Any) -> PreTrainedConfig:
     """A new config of one of `DECODERS`."""
-    return AutoConfig.for_model(name.split()[0], **(TOKEN_IDS | _OPTIONS[name] | changes))
+    return config_of(name.split()[0], **(TOKEN_IDS | _OPTIONS[name] | changes))

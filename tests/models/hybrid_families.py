@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from .families import LLAMA, TOKEN_IDS
+from .families import LLAMA, TOKEN_IDS, config_of
 
 _TEXT = TOKEN_IDS | LLAMA
 _MOE = {
@@ -212,4 +212,4 @@ PACKED = {
 
 def hybrid_config(family: str) -> PreTrainedConfig:
     """A new config of the family."""
-    return AutoConfig.for_model(family, **HYBRIDS[family])
+    return config_of(family, **HYBRIDS[family])

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedModel
 
 from tandem.engine.forward import response_logprobs
 from tandem.models.load import new_causal_lm
@@ -113,7 +113,7 @@ def _is_greedy(model: PreTrainedModel) -> bool:
 def main(names: list[str]) -> None:
     """Print a table, and the worst errors of each kind."""
     found = {}
-    for name in names or DECODERS:
+    for name in names or (one for one in DECODERS if one.split()[0] in CONFIG_MAPPING):
         found[name] = one = measure(tiny_decoder(name))
         print(
             f"{name:24} {one.kind:6} log-probs {one.logprobs:.1e}  gradients {one.gradients:.1e}  "

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, PreTrainedConfig
+from transformers import AutoModel, PreTrainedConfig
 
 from tandem.errors import ModelError
 from tandem.models.classifiers import require_classifier
@@ -24,6 +24,7 @@ from tandem.models.scalar import (
     token_values,
 )
 
+from . import families
 from .families import LLAMA, TOKEN_IDS, perturbed, ragged_batch, saved, scaled
 
 _MIXTURE = LLAMA | {
@@ -70,7 +71,7 @@ WITHOUT_A_CLASS: dict[str, dict[str, Any]] = {
 
 
 def config_of(family: str) -> PreTrainedConfig:
-    return AutoConfig.for_model(family, **TOKEN_IDS, **WITHOUT_A_CLASS[family])
+    return families.config_of(family, **TOKEN_IDS, **WITHOUT_A_CLASS[family])
 
 
 @pytest.mark.parametrize("family", WITHOUT_A_CLASS)

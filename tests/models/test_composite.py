@@ -24,7 +24,7 @@ from tandem.models.save import save_model
 from tandem.models.scalar import load_scalar_model
 from tandem.training.preflight import decoders_alone
 
-from .families import LLAMA, TOKEN_IDS, perturbed, saved, tiny_model, tokenizer
+from .families import LLAMA, TOKEN_IDS, config_of, perturbed, saved, tiny_model, tokenizer
 
 _TEXT = TOKEN_IDS | LLAMA
 _VISION = {
@@ -85,7 +85,7 @@ WHOLE: dict[str, dict[str, Any]] = {
 def whole_model(family: str, folder: Path) -> PreTrainedModel:
     """A checkpoint with random weights, as transformers writes it; buffers are not the default."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **WHOLE[family])
+    config = config_of(family, **WHOLE[family])
     model = perturbed(AutoModelForImageTextToText.from_config(config)).eval()
     with torch.no_grad():
         for name, buffer in model.named_buffers():

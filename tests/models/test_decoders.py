@@ -108,9 +108,10 @@ def test_what_packed_attention_would_lose_goes_another_way_by_name(
 
 def test_chosen_keys_are_named() -> None:
     model = tiny_decoder("deepseek_v32")
+    (kind,) = set(model.config.layer_types)  # its name differs between versions of transformers
     assert not supports_packing(model)
     assert why_unpacked(model) == (
-        "family 'deepseek_v32' does not run on packed tokens (layers of indexed_attention)"
+        f"family 'deepseek_v32' does not run on packed tokens (layers of {kind})"
     )
 
 
@@ -152,8 +153,12 @@ def test_layers_that_are_replaced_by_name_are_the_ones_that_were_read() -> None:
     """Norms and MLPs of other families have Llama's code, or Gemma's, in this transformers."""
     others = {"Olmo2RMSNorm", "SeedOssMLP"}  # the same to rounding; without its dropout
     by_kind = {_norm: "RMSNorm", _gated_mlp: "MLP"}
-    named = {name: by_kind[how] for name, how in _BY_NAME.items() if how in by_kind}
-    assert len(named) > 90
+    named = {
+        name: by_kind[how]
+        for name, how in _BY_NAME.items()
+        if how in by_kind and f"\nclass {name}(" in _sources()
+    }
+    assert len(named) > 80  # an older transformers has not all of them
     read = {
         f"{family}{kind}": _forward(f"{family}{kind}", family)
         for family in ("Llama", "Gemma")

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
 
 from tandem.config.schema import ParallelConfig, RunConfig
 from tandem.models.load import new_causal_lm
 from tandem.parallel.world import World
 from tandem.training.run_stages import train
+from tests.models.families import config_of
 from tests.models.hybrid_families import HYBRIDS
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config, tiny_tokenizer
@@ -98,7 +98,7 @@ def test_a_family_that_hugging_face_answers_for(
     """Its ranks generate in other batches, of prompts of equal length, and for other numbers of
     tokens: none may wait for another."""
     tokenizer = tiny_tokenizer()
-    config = AutoConfig.for_model(family, **(HYBRIDS[family] | {"vocab_size": len(tokenizer)}))
+    config = config_of(family, **(HYBRIDS[family] | {"vocab_size": len(tokenizer)}))
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     model = new_causal_lm(config, seed=0)
     model.save_pretrained(tmp_path / "model")
