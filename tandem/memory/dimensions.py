@@ -35,6 +35,7 @@ class Shape:
     inner_kept: tensors of that width which an MLP keeps for its backward pass.
     is_scalar: a head of one output in place of the vocabulary's.
     whole_blocks: a CPU computes a block as three operations (models/cpu_blocks.py).
+    others: kinds of layers that are counted as attention's, but are not.
     """
 
     parameters: int
@@ -52,6 +53,7 @@ class Shape:
     untied_head: int
     is_scalar: bool
     whole_blocks: bool = False
+    others: tuple[str, ...] = ()
 
     @cached_property
     def linear_weights(self) -> int:

@@ -62,7 +62,16 @@ def shape_of(
         untied_head=_untied_head(model),
         is_scalar=scalar,
         whole_blocks=text.model_type in WHOLE_BLOCKS and not getattr(text, "mlp_bias", False),
+        others=_other_layers(model),
     )
+
+
+def _other_layers(model: PreTrainedModel) -> tuple[str, ...]:
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    found = set(kinds) - {"full_attention", "sliding_attention", "chunked_attention"}
+    if not kinds and getattr(model, "_is_stateful", False):
+        found = {"recurrent"}
+    return tuple(sorted(found))
 
 
 def _on_meta(config: PreTrainedConfig, scalar: bool, trust_remote_code: bool) -> PreTrainedModel:

@@ -53,7 +53,8 @@ def plan_command(args: Sequence[str]) -> int:
         return _largest(asked, limit, as_json=options.json)
     laid = asked.laid(asked.config, asked.models)
     others = layouts(asked.config, asked.models, asked.rows, asked.hardware, asked.ranks)
-    notes = plan_notes(laid, [f"{name}: {rows.source}" for name, rows in asked.rows.items()])
+    sources = [f"{name}: {rows.source}" for name, rows in asked.rows.items()]
+    notes = plan_notes(laid, sources, asked.models.values())
     if options.json:
         print(json.dumps(plan_values(laid, others, limit, notes), indent=1, allow_nan=False))
     else:

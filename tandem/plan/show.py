@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +14,7 @@ from tandem.config.schema import rl_section
 from tandem.memory.ways import size_text
 from tandem.plan.layouts import Laid, failures
 from tandem.predict.constants import constants
+from tandem.predict.memory import Models
 from tandem.predict.stage import Phase, StagePrediction
 from tandem.text import counted
 
@@ -137,8 +138,9 @@ def _verdict(console: Console, laid: Laid, others: Sequence[Laid], limit: float 
         _say(console, f"  no  {other.flags()}: {why}")
 
 
-def plan_notes(laid: Laid, rows: Sequence[str]) -> list[str]:
-    """What a reader must know of the figures: lengths, price, what the constants are from."""
+def plan_notes(laid: Laid, rows: Sequence[str], models: Iterable[Models] = ()) -> list[str]:
+    """What a reader must know of the figures: lengths, price, what the constants are from, and
+    which layers of the models are not counted as they are."""
     hardware = laid.stages[0].hardware
     notes = [f"rows: {'; '.join(dict.fromkeys(rows))}"]
     if hardware.price is not None:
@@ -148,6 +150,12 @@ def plan_notes(laid: Laid, rows: Sequence[str]) -> list[str]:
     if rl_section(laid.config).converses:
         lengths = "conversations as long as they may be"
     notes.append(f"times: {known.fitted_on}; {lengths}")
+    others = sorted({kind for each in models for kind in each.policy.others + each.value.others})
+    if others:
+        notes.append(
+            f"memory and times: layers of {', '.join(others)} are counted as attention, and may "
+            "need several times more; the rehearsal at a run's start finds out"
+        )
     return notes
 
 

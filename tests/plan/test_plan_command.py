@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import AutoConfig
 
 from tandem.cli import main
 from tandem.config.flags import parse_run_flags
@@ -45,6 +46,28 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
     code = main(["plan", *args])
     said = capsys.readouterr()
     return code, said.out, said.err
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [("qwen3_5_text", "layers of linear_attention are counted as attention"), ("phi3", "")],
+)
+def test_layers_that_are_not_counted_are_named(
+    family: str,
+    said: str,
+    machine: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 4, "pad_token_id": 0}
+    config = AutoConfig.for_model(family, num_attention_heads=2, num_key_value_heads=2, **sizes)
+    config.save_pretrained(tmp_path / family)
+    flags = ("--actor-model", str(tmp_path / family), "--no-data")
+    code, out, err = run(capsys, *flags)
+    assert (code, err) == (0, "")
+    assert "times: " in out
+    assert said in " ".join(out.split())
+    assert ("are counted as attention" in " ".join(out.split())) == bool(said)
 
 
 def test_a_plan_of_several_gpus(capsys: pytest.CaptureFixture[str]) -> None:
