@@ -82,7 +82,8 @@ def test_texts_of_other_classes_are_plain_to_a_template(tmp_path: Path) -> None:
         {"role": Speaker.USER, "content": np.str_("hello")},
         {"role": "assistant", "content": Loud("there")},
     ]
-    expected = tokenizer.apply_chat_template(dialog, tokenize=False)
+    plain = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "there"}]
+    expected = tokenizer.apply_chat_template(plain, tokenize=False)
     assert call(dialog, False) == expected == "user: helloassistant: there"
     assert not path.exists()
 
