@@ -13,8 +13,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -23,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
 )
 
-from tandem.models.folder import read_headers
+from tandem.models.folder import is_equal, read_headers
 
 _DECODER = r"^(?:model\.)?(?:language_model|text_model)\."
 _HEADS = ("lm_head.", "score.")
@@ -33,7 +31,6 @@ KEY_MAPPING = {
 }
 """For from_pretrained: the decoder's names in such files to those of its own class."""
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
-_COMPARED_ROWS = 64
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
@@ -129,6 +126,11 @@ def name_beside_parts(config: PreTrainedConfig, stored: Iterable[str], *, scalar
     return f"model.{'text' if is_text_model else 'language'}_model"
 
 
+def is_beside_parts(stored: Iterable[str]) -> bool:
+    """Whether files have the decoder under the name that it has beside other parts."""
+    return any(re.match(_DECODER, name) for name in stored)
+
+
 def other_parts(stored: Iterable[str]) -> set[str]:
     """The names of tensors in files that are not the decoder's."""
     stored = set(stored)
@@ -138,13 +140,9 @@ def other_parts(stored: Iterable[str]) -> set[str]:
 def _has_own_head(folder: Path) -> bool:
     """Whether the files have a vocabulary head with other numbers than the embedding. Configs of
     such models say by default that it is tied, and transformers looks too."""
-    found: dict[str, torch.Tensor] = {}
-    for tensor in read_headers(folder):
-        short = re.sub(_DECODER, "", tensor.name).removeprefix("model.")
-        if short in ("lm_head.weight", "embed_tokens.weight"):
-            with safe_open(tensor.file, framework="pt") as opened:
-                found[short] = opened.get_slice(tensor.name)[:_COMPARED_ROWS]
-    head = found.get("lm_head.weight")
-    return head is not None and not (
-        "embed_tokens.weight" in found and torch.equal(head, found["embed_tokens.weight"])
-    )
+    found = {
+        re.sub(_DECODER, "", tensor.name).removeprefix("model."): tensor
+        for tensor in read_headers(folder)
+    }
+    head, embedding = found.get("lm_head.weight"), found.get("embed_tokens.weight")
+    return head is not None and (embedding is None or not is_equal(head, embedding))

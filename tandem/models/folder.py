@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from tandem.errors import ModelError
@@ -14,6 +15,7 @@ from tandem.text import one_line
 
 INDEX = "model.safetensors.index.json"
 _MOST_JSON_BYTES = 2**26
+_ROWS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,19 @@ def read_headers(folder: Path) -> list[StoredTensor]:
         except (SafetensorError, OSError) as error:
             raise incomplete(folder, f"{one_line(error)} in {file.name!r}") from error
     return found
+
+
+def is_equal(first: StoredTensor, second: StoredTensor) -> bool:
+    """Whether two tensors in files are the same; read in parts, up to where they differ."""
+    if first.shape != second.shape:
+        return False
+    with (
+        safe_open(first.file, framework="pt") as one,
+        safe_open(second.file, framework="pt") as other,
+    ):
+        views = one.get_slice(first.name), other.get_slice(second.name)
+        starts = range(0, first.shape[0] if first.shape else 0, _ROWS)
+        return all(torch.equal(*(view[at : at + _ROWS] for view in views)) for at in starts)
 
 
 def incomplete(folder: Path, found: str) -> ModelError:

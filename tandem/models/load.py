@@ -30,7 +30,7 @@ from tandem.models.build import (
     set_dropout,
 )
 from tandem.models.classifiers import require_classifier
-from tandem.models.composite import KEY_MAPPING, other_parts
+from tandem.models.composite import KEY_MAPPING, is_beside_parts, other_parts
 from tandem.models.hf_logging import quiet
 from tandem.models.source import (
     Located,
@@ -41,6 +41,7 @@ from tandem.models.source import (
     read_adapter_config,
     read_names,
     require_config,
+    whole_family,
 )
 from tandem.models.validate_checkpoint import check_finite, is_panic
 from tandem.text import one_line
@@ -146,7 +147,9 @@ def load_weights(
             or the files lack a weight of the model, or have one that it does not know.
     """
     _refuse_pickle(source)
-    others = other_parts(read_names(source))
+    names = read_names(source)
+    others = other_parts(names)
+    is_named_otherwise = bool(others) or bool(whole_family(source) and is_beside_parts(names))
     kind: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     stored = config.dtype  # from_pretrained writes the type that it is told into the config
     try:
@@ -160,7 +163,8 @@ def load_weights(
                 output_loading_info=True,
                 trust_remote_code=trust_remote_code,
                 local_files_only=source.offline,
-                **({"key_mapping": KEY_MAPPING} if others else {}),
+                ignore_mismatched_sizes=True,  # the report names them
+                **({"key_mapping": KEY_MAPPING} if is_named_otherwise else {}),
             )
     except Exception as error:  # a family's own code may raise anything for a wrong value
         raise ModelError(
@@ -168,9 +172,16 @@ def load_weights(
             f"got: {one_line(error)}. Copy or save the model again."
         ) from error
     missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
-    if others:
+    if is_named_otherwise:
         unexpected -= others
         del model._weight_conversions  # it is saved under its own class's names
+    if report["mismatched_keys"]:
+        name, found, expected = min(report["mismatched_keys"])
+        raise ModelError(
+            f"weights of {source.name!r} must have the sizes that config.json says; got {name} of "
+            f"{tuple(found)} instead of {tuple(expected)}. Correct config.json, or save the model "
+            "again."
+        )
     check_finite(model, source.name)
     if missing or unexpected:
         raise ModelError(
@@ -181,8 +192,18 @@ def load_weights(
         )
     keep_saved_dtype(model, stored)
     name_backbone(model)
+    _tie_as_loaded(model)
     loaded: PreTrainedModel = model.eval()
     return loaded
+
+
+def _tie_as_loaded(model: PreTrainedModel) -> None:
+    """Where the files' head has other numbers than the embedding, from_pretrained ties none,
+    whatever the config says; it says so too then."""
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    ties = head is not None and getattr(config, "tie_word_embeddings", False)
+    if ties and head.weight is not model.get_input_embeddings().weight:
+        config.tie_word_embeddings = False
 
 
 def new_causal_lm(config: PreTrainedConfig, seed: int, *, dropout: float = 0.0) -> PreTrainedModel:

@@ -24,7 +24,7 @@ from tandem.models.build import build_model
 from tandem.models.checkpoint_ref import CheckpointRef
 from tandem.models.classifiers import one_output, take_backbone
 from tandem.models.composite import decoder_names
-from tandem.models.folder import incomplete, read_headers, read_index
+from tandem.models.folder import incomplete, is_equal, read_headers, read_index
 from tandem.models.hf_logging import quiet
 from tandem.models.load import open_decoder
 from tandem.models.lora import SCALAR_HEAD, scalar_head
@@ -52,6 +52,7 @@ class WeightFiles:
         if missing := [name for name, file in listed.items() if (file, name) not in headers]:
             raise incomplete(folder, f"no {missing[0]!r:.100} in {listed[missing[0]]!r}")
         self._files = {name: folder / file for name, file in listed.items()}
+        self._stored = {name: headers[file, name] for name, file in listed.items()}
         self.shapes = {name: headers[file, name].shape for name, file in listed.items()}
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
@@ -60,6 +61,10 @@ class WeightFiles:
             rows: Tensor = opened.get_slice(name)[first:last]
             return rows.to(torch.float32)
 
+    def is_equal(self, first: str, second: str) -> bool:
+        """Whether two tensors are the same."""
+        return is_equal(self._stored[first], self._stored[second])
+
 
 class MetaModel:
     """A model without weights, and the files to fill it from.
@@ -67,6 +72,7 @@ class MetaModel:
     Attributes:
         model: parameters on the meta device, buffers real; float32, in eval mode.
         missing: parameters that the files do not have: a new scalar head.
+        unties: the files have other numbers for weights that the config ties.
     """
 
     def __init__(
@@ -98,6 +104,7 @@ class MetaModel:
                 self.missing.append(name)
             elif name not in self._buffers:  # older files lack some, which the model then computes
                 without.append(name)
+        self.unties = self._has_other_numbers(stored)
         used = set(self._keys.values())
         left = _left_over(model, {n: k for n, k in stored.items() if k not in used}, prefix)
         # Some families' files call the vocabulary head by another name (GPT-NeoX: embed_out).
@@ -110,6 +117,17 @@ class MetaModel:
             left = [key for key in left if files.shapes[key][:1] != (rows,)]
         if left:
             raise KeyError(left[0])
+
+    def _has_other_numbers(self, stored: dict[str, str]) -> bool:
+        """Whether the second name of a tied weight is in the files, with another tensor."""
+        first: dict[int, str] = {}
+        names = self.model.named_parameters(remove_duplicate=False)
+        pairs = [(first.setdefault(id(weight), name), name) for name, weight in names]
+        return any(
+            not self._files.is_equal(self._keys[known], stored[name])
+            for known, name in pairs
+            if known != name and known in self._keys and name in stored
+        )
 
     def adapt(self, start: CheckpointRef) -> None:
         """Put the adapter that the model starts from on it, live, with memory of its own.
@@ -211,13 +229,20 @@ def _empty(
     stored = config.dtype
     if scalar and config.num_labels != 1:
         one_output(config)
-    model = build_model(config, scalar=scalar, on_meta=True, trust_remote_code=trust_remote_code)
-    model.name_or_path = source.name
-    keep_saved_dtype(model, stored)
-    if not scalar:
-        _take_generation_config(model, source)
+
+    def matched() -> MetaModel:
+        made = build_model(config, scalar=scalar, on_meta=True, trust_remote_code=trust_remote_code)
+        made.name_or_path = source.name
+        keep_saved_dtype(made, stored)
+        if not scalar:
+            _take_generation_config(made, source)
+        return MetaModel(made, files, trust_remote_code=trust_remote_code)
+
     try:
-        empty = MetaModel(model, files, trust_remote_code=trust_remote_code)
+        empty = matched()
+        if empty.unties:  # as from_pretrained does
+            config.get_text_config().tie_word_embeddings = False
+            empty = matched()
     except KeyError:
         return None
     return None if empty.missing and has_scalar_head(source, opened.config) else empty

@@ -107,7 +107,7 @@ def require_config(source: Located) -> None:
     """Refuse a folder that is not a model.
 
     Raises:
-        ModelError: it has no config.json.
+        ModelError: it has no config.json, or one whose text_config is no object.
     """
     if source.folder is not None and not (source.folder / "config.json").exists():
         held = sorted(path.name for path in source.folder.iterdir())
@@ -116,6 +116,16 @@ def require_config(source: Located) -> None:
             f"model {source.name!r} must be a folder with config.json; got {ascii(some)[1:-1]}"
             f"{' ...' if len(held) > 3 else ''}. Give a model's folder or its hub name."
         )
+    if source.folder is not None:
+        try:
+            text = read_object(source.folder / "config.json").get("text_config", {})
+        except ModelError:
+            return  # reading the model will tell
+        if not isinstance(text, dict):
+            raise ModelError(
+                f"text_config of {source.name!r} must be an object of a config's settings; got "
+                f"{type(text).__name__}. Copy or save the model again."
+            )
 
 
 def load_config(source: Located, *, trust_remote_code: bool = False) -> PreTrainedConfig:

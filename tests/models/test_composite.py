@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -17,7 +19,7 @@ from transformers import (
 
 from tandem.config.schema import LoraConfig, RunConfig
 from tandem.errors import ModelError
-from tandem.models.load import load_causal_lm
+from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.models.lora import add_lora, lora_parameters
 from tandem.models.meta_init import empty_causal_lm, empty_scalar_model
 from tandem.models.save import save_model
@@ -127,6 +129,56 @@ def test_the_decoder_is_loaded_and_saved_alone(family: str, tmp_path: Path) -> N
     scalar = empty_scalar_model(tmp_path / "whole")
     assert scalar is not None
     assert scalar.missing == ["score.weight"]
+
+
+def test_a_head_that_differs_in_a_few_rows_is_kept(tmp_path: Path) -> None:
+    whole_model("gemma3", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    (embedding,) = (name for name in weights if name.endswith("embed_tokens.weight"))
+    head = weights[embedding].clone()
+    head[80:83] += 1.0
+    name = embedding.replace("model.embed_tokens", "lm_head")
+    save_file(weights | {name: head}, tmp_path / "model.safetensors", {"format": "pt"})
+    streamed = empty_causal_lm(tmp_path)
+    assert streamed is not None
+    streamed.model.to_empty(device="cpu")
+    streamed.fill(lambda parameter: (parameter, 0))
+    for model in (streamed.model, load_causal_lm(tmp_path)):
+        assert torch.equal(model.lm_head.weight, head)
+
+
+def test_a_decoder_under_its_name_beside_parts_that_are_gone(tmp_path: Path) -> None:
+    whole = whole_model("gemma3", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if name.startswith("language_model.")}
+    assert 0 < len(kept) < len(weights)
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    assert empty_causal_lm(tmp_path) is not None
+    assert torch.equal(logits(load_causal_lm(tmp_path)), logits(whole))
+
+
+@pytest.mark.parametrize(
+    ("text_config", "found"),
+    [
+        (
+            {"hidden_size": 48},
+            "must have the sizes that config.json says; got model.* instead of",
+        ),
+        ("gemma3_text", "text_config of .* must be an object of a config's settings; got str"),
+    ],
+)
+def test_a_wrong_text_config_is_a_line(tmp_path: Path, text_config: Any, found: str) -> None:
+    whole_model("gemma3", tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    is_sizes = isinstance(text_config, dict)
+    config["text_config"] = config["text_config"] | text_config if is_sizes else text_config
+    file.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=found):
+        load_causal_lm(tmp_path)
+    if not is_sizes:
+        with pytest.raises(ModelError, match=found):
+            load_tokenizer(tmp_path)
 
 
 def test_weights_go_back_beside_the_other_parts_as_the_docs_say(tmp_path: Path) -> None:

@@ -107,6 +107,25 @@ def test_a_tied_weight_may_be_in_the_files_twice(tmp_path: Path) -> None:
     assert empty_causal_lm(folder) is not None
 
 
+def test_a_head_of_other_numbers_is_kept_though_the_config_ties_it(tmp_path: Path) -> None:
+    folder = saved(tiny_model("qwen2"), tmp_path / "tied")
+    weights = load_file(folder / "model.safetensors")
+    head = weights["model.embed_tokens.weight"].clone()
+    head[-3:] += 0.5
+    save_file(weights | {"lm_head.weight": head}, folder / "model.safetensors")
+    empty = empty_causal_lm(folder)
+    assert empty is not None
+    give_memory(empty.model, torch.device("cpu"))
+    empty.fill(own_rows)
+    loaded = load_causal_lm(folder)
+    for model in (empty.model, loaded):
+        assert torch.equal(model.lm_head.weight, head)
+        assert not model.config.tie_word_embeddings
+    again = load_causal_lm(saved(empty.model, tmp_path / "again"))
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, loaded(IDS).logits)
+
+
 def test_a_classifier_without_the_head_that_it_names_gets_no_new_one(tmp_path: Path) -> None:
     folder = saved(tiny_scalar("llama"), tmp_path)
     weights = load_file(folder / "model.safetensors")

@@ -136,7 +136,7 @@ def test_a_tensor_of_the_wrong_shape(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] = torch.zeros(31)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"that fit config.json; got"):
+    with pytest.raises(ModelError, match=r"sizes that config.json says; got model.norm.weight of"):
         load_causal_lm(folder)
 
 
