@@ -44,8 +44,7 @@ IN_MEMORY = Source(dataset="", path="conversation", line=1)
 
 @dataclass(frozen=True, slots=True)
 class _BeforeAnswer:
-    """A conversation up to an answer: its turns as rendered, their text, its ids and which of them
-    the assistant wrote."""
+    """The turns before an answer as rendered, their text, ids, and which the assistant wrote."""
 
     turns: tuple[Message, ...]
     text: str
@@ -67,6 +66,7 @@ class Renderer:
         stop_token_ids: every token at which generation must stop, the terminator first.
         pad_token_id: fills batches; masks never depend on it, so it may equal EOS.
         frame: the control strings that the template writes around turns, with BOS and EOS.
+        thoughts: how the template takes what the assistant thinks before it speaks.
     Raises:
         ModelError: the tokenizer has no EOS, or its template cannot be used for training.
     """
@@ -87,6 +87,7 @@ class Renderer:
         self._pieces = PieceTokenizer(tokenizer, self._control)
         self._document_prefix, prefix_text = text_before(tokenizer)
         self._template = ChatTemplate(tokenizer, self._control, prefix_text, own)
+        self.thoughts = self._template.thoughts
         self._eos_id = int(eos)
         self.terminator_id: int = self._control.ids.get(self._template.terminator, self._eos_id)
         extra = [stop_token_ids] if isinstance(stop_token_ids, int) else stop_token_ids or []
@@ -266,15 +267,17 @@ class Renderer:
         Args:
             ids: what `conversation` marks as the answer, or what was generated after `prompt`.
         """
-        words = [int(i) for i in ids]
-        if words and words[-1] in self.stop_token_ids:
-            words.pop()
-        return self._pieces.decode(words).removeprefix(self._lead).removesuffix(self._trail)
+        kept = [int(i) for i in ids]
+        if kept and kept[-1] in self.stop_token_ids:
+            kept.pop()
+        text = self._pieces.decode(kept)
+        words = text.removeprefix(self._lead).removesuffix(self._trail)
+        return "" if self._lead.startswith(text) else words  # a stream would have to take it back
 
     def prompt_text(self, row: PromptRow) -> str:
         """A prompt as the model reads it, control tokens included, up to where the text of an
         answer (`decode`) follows."""
-        thinks = self._template.thoughts.ends in self._lead  # the answer has other thoughts
+        thinks = self.thoughts.ends in self._lead  # the answer has other thoughts
         return self.continuation(row.token_ids) + (self._lead if not thinks else "")
 
     def continuation(self, ids: Sequence[int]) -> str:
@@ -284,16 +287,14 @@ class Renderer:
     def hides(self, messages: Sequence[Message], role: str) -> bool:
         """Whether the template writes nothing of a role's turns; not where it refuses them."""
         with suppress(DataError), in_time("probe"):
-            return self._template.hides(
-                self._template.calls.in_form(messages, False, "probe"), role
-            )
+            turns = self._template.calls.in_form(messages, False, "probe")
+            return self._template.hides(turns, role)
         return False
 
     def hides_tools(self, messages: Sequence[Message]) -> bool:
         """Whether the template writes nothing of tools for turns like these."""
         asked = [m for m in messages if m.role in ("system", "user")]  # it may refuse calls
-        system = [m for m in asked if m.role == "system"]
-        users = [m for m in asked if m.role == "user"]
+        system, users = ([m for m in asked if m.role == role] for role in ("system", "user"))
         for turns in (asked, [*system, *users[-1:]], self._template.opening):  # or two of one role
             with suppress(DataError), in_time("probe"):
                 return self._template.hides_tools(turns)
@@ -307,9 +308,8 @@ class Renderer:
         """Whether both render every conversation to the same tokens, so that ids can be shared."""
         if (self._definition, self.terminator_id) != (other._definition, other.terminator_id):
             return False
-        if self._template.source == other._template.source:
-            return True
-        return self.chat_template == other.chat_template  # one may have been saved, with marks
+        same = self._template.source == other._template.source
+        return same or self.chat_template == other.chat_template  # saved with marks
 
     def _before_answer(
         self,
@@ -354,7 +354,7 @@ class Renderer:
         texts = []
         template = self._template
         messages = template.calls.in_form(messages, bool(tools), visible(str(source)))
-        messages = thoughts_apart(template.thoughts, messages, template.name, visible(str(source)))
+        messages = thoughts_apart(self.thoughts, messages, template.name, visible(str(source)))
         for message in messages:
             if message.role not in get_args(Role):
                 raise DataError(
@@ -389,7 +389,7 @@ class Renderer:
     def _decoded_frame(self) -> tuple[str, str]:
         """The text around the assistant's words in an answer's decoded ids."""
         lead, trail = self._template.lead, self._template.trail
-        if self._template.thoughts.in_prompt:
+        if self.thoughts.in_prompt:
             lead = ""  # what ends a thought there tells it from one that was cut off
         before = self._template.prompt(self._template.opening, "probe")
         for probe in PROBES:

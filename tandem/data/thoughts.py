@@ -8,7 +8,7 @@ out of answered turns. `thought_form` finds out by trying.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,7 +63,7 @@ class ThoughtForm:
         """The thoughts and the words of an answer, with their white space; None without thoughts,
         or where they do not end."""
         said = text.lstrip()
-        for begins, ends in ((self.begins, self.ends), (BEGINS, ENDS)):
+        for begins, ends in self._pairs:
             if said.startswith(begins):
                 thoughts, found, words = said.removeprefix(begins).partition(ends)
                 if found:
@@ -73,6 +73,48 @@ class ThoughtForm:
             if found and self.begins not in thoughts and BEGINS not in thoughts:
                 return thoughts, words
         return None
+
+    def behind(self, prompt: str) -> ThoughtForm:
+        """The form of answers to this very prompt, by the end of its text: a template may begin the
+        thought, or end it, for some alone."""
+        end = prompt.rstrip()
+        if end.endswith((self.ends, ENDS)):
+            return replace(self, in_prompt=False)
+        return replace(self, in_prompt=self.in_prompt or end.endswith(self.begins))
+
+    def so_far(self, text: str, is_over: bool) -> tuple[str, str]:
+        """The thoughts and the words of an answer of which this much has come, for those who read
+        it. Each only grows as the text does, so that a stream can send what is new.
+
+        Args:
+            is_over: whether nothing follows. If not, what may be the beginning of a tag is in
+                neither.
+        Returns:
+            thoughts, also if they do not end, without line breaks before and white space behind
+            them; words, without line breaks before them if there are thoughts. They are those of
+            `split`, which takes an answer whose thoughts do not end as words.
+        """
+        said, inner, ends = text.lstrip(), text, {self.ends} if self.in_prompt else set()
+        for begins in dict.fromkeys((self.begins, BEGINS)):
+            if said.startswith(begins):
+                inner = said.removeprefix(begins)
+                ends = {mine for tag, mine in self._pairs if tag == begins}
+                break
+            if not is_over and begins.startswith(said):
+                return "", ""
+        if not ends:
+            return "", text
+        found = [(at, -len(tag)) for tag in ends if (at := inner.find(tag)) >= 0]
+        at, length = min(found, default=(len(inner), 0))
+        known = len(inner) if is_over else _known(inner, ends)
+        if known <= at:
+            return inner[:known].lstrip("\n").rstrip(), ""
+        return inner[:at].lstrip("\n").rstrip(), inner[at - length :].lstrip("\n")
+
+    @property
+    def _pairs(self) -> tuple[tuple[str, str], ...]:
+        """What may stand around an answer's thoughts."""
+        return (self.begins, self.ends), (BEGINS, ENDS)
 
     def end(self, text: str) -> int:
         """Where an answer's thoughts end; its length within one, 0 without any."""
@@ -104,6 +146,15 @@ class ThoughtForm:
         if self.how == "joined":  # of an earlier turn: the template may leave them out
             thoughts, words = f"\n{thoughts}\n", f"\n\n{words}"
         return {**turn, "content": f"{self.begins}{thoughts}{self.ends}{words}"}
+
+
+def _known(text: str, tags: Collection[str]) -> int:
+    """Up to where a text that goes on has no beginning of a tag."""
+    first = max(0, len(text) - max(map(len, tags)) + 1)
+    return next(
+        (at for at in range(first, len(text)) if any(tag.startswith(text[at:]) for tag in tags)),
+        len(text),
+    )
 
 
 NO_THOUGHTS = ThoughtForm()

@@ -202,7 +202,7 @@ def turns_in(messages: str | Sequence[Message | Mapping[str, Any]]) -> list[Mess
         if isinstance(turn, Mapping) and "role" in turn:
             calls = read_calls(turn.get("tool_calls"), "tool_calls", number)
             content = turn.get("content")
-            thoughts = _thoughts(turn) if turn["role"] == "assistant" else ""
+            thoughts = thoughts_of(turn) if turn["role"] == "assistant" else ""
             content = "" if (calls or thoughts) and content is None else content
             if thoughts and isinstance(content, str):
                 content = in_content(thoughts, content)
@@ -256,7 +256,7 @@ def _turn(item: Any, field: str, number: int) -> Message:
         raise RowProblem(
             field, f"tool calls of {role} in turn {number}", "have the assistant's only"
         )
-    thoughts = _thoughts(item) if role == "assistant" else ""
+    thoughts = thoughts_of(item) if role == "assistant" else ""
     content = "" if (calls or thoughts) and not content else content
     text = _content(content, f"{field}.{content_key}", number)
     if thoughts:
@@ -346,7 +346,7 @@ def _content(value: Any, field: str, number: int) -> str:
     raise RowProblem(field, f"{describe(value)} in turn {number}", "be text, or text parts only")
 
 
-def _thoughts(item: Mapping[str, Any]) -> str:
+def thoughts_of(item: Mapping[str, Any]) -> str:
     """Thoughts that a turn has under a key of their own; "" without.
 
     Raises:

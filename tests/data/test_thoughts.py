@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 
 import pytest
 
 from tandem.data.render import Renderer
-from tandem.data.thoughts import in_content
+from tandem.data.thoughts import NO_THOUGHTS, ThoughtForm, in_content
 from tandem.data.turns import turns_in, turns_of
 from tandem.errors import DataError, ModelError
+from tandem.generation.detokenizer import AnswerText
 from tandem.types import Message, Source
 from tests.data.built_tokenizers import CHATML, THINKING, byte_level
 
@@ -229,3 +231,98 @@ def test_calls_follow_thoughts() -> None:
         found.replace("</think>", ""), json.dumps(tools), [USER]
     ).turn.tool_calls
     assert text.endswith("</tool_call><|im_end|>")
+
+
+R1 = ThoughtForm("joined", in_prompt=True)
+MISTRAL = ThoughtForm("content", "[THINK]", "[/THINK]")
+LONGER = ThoughtForm("content", ends="</think><answer>")
+PARTED = [
+    # (form, text, thoughts and words)
+    (NO_THOUGHTS, "yes", ("", "yes")),
+    (NO_THOUGHTS, "\n\n yes \n", ("", "\n\n yes \n")),
+    (NO_THOUGHTS, THOUGHT, ("Hm, 42?", "yes")),
+    (NO_THOUGHTS, "\n<think>\n\n  Hm \n\n </think>\n yes ", ("  Hm", " yes ")),
+    (NO_THOUGHTS, "<think>Hm </thin </th</think>yes</think>", ("Hm </thin </th", "yes</think>")),
+    (NO_THOUGHTS, "<think>\n\n</think>\n\nyes", ("", "yes")),
+    (NO_THOUGHTS, "<think>Hm\n", ("Hm", "")),
+    (NO_THOUGHTS, "<think>Hm </thi", ("Hm </thi", "")),
+    (NO_THOUGHTS, "<thin", ("", "<thin")),
+    (NO_THOUGHTS, "yes <think>Hm</think>", ("", "yes <think>Hm</think>")),
+    (NO_THOUGHTS, "Hm</think>yes", ("", "Hm</think>yes")),
+    (R1, "Hm, 42?\n</think>\n\nyes", ("Hm, 42?", "yes")),
+    (R1, "\n</think>\n\nyes", ("", "yes")),
+    (R1, "Hm, 42?", ("Hm, 42?", "")),
+    (R1, THOUGHT, ("Hm, 42?", "yes")),
+    (R1, "<think", ("<think", "")),
+    (R1, "Hm <think> hm</think>yes", ("Hm <think> hm", "yes")),
+    (MISTRAL, "[THINK]Hm </think> [/[/THINK]yes", ("Hm </think> [/", "yes")),
+    (MISTRAL, THOUGHT, ("Hm, 42?", "yes")),
+    (MISTRAL, "[TH] yes", ("", "[TH] yes")),
+    (replace(MISTRAL, in_prompt=True), "Hm[/THINK]\nyes", ("Hm", "yes")),
+    (LONGER, "<think>Hm</think><answer>yes", ("Hm", "yes")),
+    (LONGER, "<think>Hm</think><ans", ("Hm", "<ans")),
+    (LONGER, "<think>Hm</think> yes", ("Hm", " yes")),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "parted"), PARTED)
+def test_thoughts_and_words_only_grow_as_an_answer_comes(
+    form: ThoughtForm, text: str, parted: tuple[str, str]
+) -> None:
+    assert form.so_far(text, is_over=True) == parted
+    before = ("", "")
+    for end in range(len(text) + 1):
+        now = form.so_far(text[:end], is_over=False)
+        assert all(new.startswith(old) for new, old in zip(now, before, strict=True))
+        assert all(new.startswith(old) for new, old in zip(parted, now, strict=True))
+        ended = form.so_far(text[:end], is_over=True)
+        assert all(new.startswith(old) for new, old in zip(ended, now, strict=True))
+        if whole := form.split(text[:end]):
+            assert ended == (whole[0].lstrip("\n").rstrip(), whole[1].lstrip("\n"))
+        before = now
+
+
+def test_whatever_an_answer_consists_of_it_only_grows() -> None:
+    pieces = [
+        "<think>",
+        "</think>",
+        "<answer>",
+        "<",
+        "</thi",
+        "\n",
+        " ",
+        "a",
+        "[THINK]",
+        "[/THINK]",
+    ]
+    draw = random.Random(3)
+    for form in (NO_THOUGHTS, R1, MISTRAL, LONGER, replace(MISTRAL, in_prompt=True)):
+        for _ in range(300):
+            text, before = "".join(draw.choices(pieces, k=8)), ("", "")
+            for end in range(len(text) + 1):
+                now = form.so_far(text[:end], is_over=False)
+                for known in (now, form.so_far(text[:end], is_over=True)):
+                    assert all(map(str.startswith, known, before)), text[:end]
+                before = now
+
+
+def test_a_prompt_may_begin_or_end_the_thought_for_itself_alone() -> None:
+    assert not R1.behind("assistant\n<think>\n\n</think>\n\n").in_prompt
+    assert R1.behind("assistant\n<think>\n") == R1.behind("assistant: ") == R1
+    assert NO_THOUGHTS.behind("assistant\n<think>\n").in_prompt
+    assert not NO_THOUGHTS.behind("assistant\n").in_prompt
+
+
+def test_an_answer_behind_an_empty_thought_streams_as_it_is_decoded() -> None:
+    tokenizer = byte_level(THINKING)
+    renderer = Renderer(tokenizer)
+    for text in (
+        "<think>\n\n</think>\n\nyes, I am fine. hello",
+        "<think>\nHm\n</think>\n\nyes",
+        "yes",
+    ):
+        ids, said = tokenizer.encode(text), AnswerText(renderer.decode)
+        parts = [*map(said.push, ids), said.flush()]
+        assert (
+            "".join(parts) == renderer.decode(ids) == text.removeprefix("<think>\n\n</think>\n\n")
+        )
