@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from tandem.data.thoughts import NO_THOUGHTS, ThoughtForm
 from tandem.errors import DataError
 from tandem.generation.observed import TokenLogprobs
 from tandem.serve.api_errors import ApiError
@@ -20,16 +21,20 @@ from tandem.serve.loading import Loaded
 from tandem.serve.service import Service
 from tandem.types import Message
 
+_PROMPT_END = 64
+"""Tokens of a prompt that are looked at for whether its end begins a thought, or ends one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A prompt as ids. messages, tools: of a conversation; a text is one user's turn. text: what an
-    echo repeats."""
+    echo repeats. thoughts: how answers to it have them."""
 
     token_ids: tuple[int, ...]
     messages: tuple[Message, ...] = ()
     text: str = ""
     tools: str = ""
+    thoughts: ThoughtForm = NO_THOUGHTS
 
 
 @dataclass(eq=False)
@@ -88,7 +93,9 @@ async def prepare_chat(
             raise no_tools()
         if tools:  # how calls are read is found out once, which takes a moment
             loaded.renderer.spoken("", tools, ())
-        return Prepared(row.token_ids, tuple(messages), tools=tools)
+        end = loaded.renderer.continuation(row.token_ids[-_PROMPT_END:])
+        thoughts = loaded.renderer.thoughts.behind(end)
+        return Prepared(row.token_ids, tuple(messages), tools=tools, thoughts=thoughts)
 
     return await service.in_text_thread(rendered)
 

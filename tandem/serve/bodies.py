@@ -15,6 +15,8 @@ from typing import Any, cast, get_args
 from tandem.config.schema import SamplingConfig
 from tandem.data import tools
 from tandem.data.rows import RowProblem
+from tandem.data.thoughts import FIELDS, in_content
+from tandem.data.turns import thoughts_of
 from tandem.serve import fields
 from tandem.serve.api_errors import ApiError
 from tandem.serve.greedy import as_drawn
@@ -164,14 +166,16 @@ def _message(turn: Any, where: str, name: str) -> Message:
         raise ApiError(
             f"{where} must be text or tool_calls; function_call and audio are not supported.", name
         )
-    calls = _calls(turn, where, name)
+    calls, thoughts = _calls(turn, where, name), _thoughts(turn, where, name)
     content = turn.get("content")
-    if calls and content is None:
+    if (calls or thoughts) and content is None:
         content = ""
     if isinstance(content, list):
         content = "".join(_part(part, where, name) for part in content)
     if not isinstance(content, str):
         raise ApiError(f"{where}.content must be a text; got {fields.shown(content)}.", name)
+    if thoughts:
+        content = in_content(thoughts, content)
     if role != "tool":
         return Message(cast(Role, role), content, tool_calls=calls)
     words = [turn.get(key) or "" for key in ("tool_call_id", "name")]
@@ -196,6 +200,22 @@ def _calls(turn: Mapping[str, Any], where: str, name: str) -> str:
             f"{where}.{problem.field} must {problem.expected}; got "
             f"{problem.found.removesuffix(' in turn 1')}.",
             name,
+        ) from None
+
+
+def _thoughts(turn: Mapping[str, Any], where: str, name: str) -> str:
+    """The thoughts of a turn, under a key of their own; "" without."""
+    given = [key for key in FIELDS if turn.get(key)]
+    for key in given:
+        if turn["role"] != "assistant":
+            raise ApiError(f"{where} must have no {key}: only the assistant's may.", name)
+        if not isinstance(turn[key], str):
+            raise ApiError(f"{where}.{key} must be a text; got {fields.shown(turn[key])}.", name)
+    try:
+        return thoughts_of(turn)
+    except RowProblem as problem:
+        raise ApiError(
+            f"{where}.{given[0]} must {problem.expected}; got {problem.found}.", name
         ) from None
 
 

@@ -1,9 +1,9 @@
-"""Answers that call tools, as OpenAI's clients get them: words as they come, then the calls."""
+"""Answers as OpenAI's clients get them: thoughts and words as they come, then calls of tools."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 from tandem.data.call_reader import CallReader
 from tandem.serve.answering import Choice
@@ -29,36 +29,50 @@ def finish_of(choice: Choice) -> str | None:
 
 
 def message_of(choice: Choice) -> dict[str, Any]:
-    """A whole answer as a message."""
-    message = {"role": "assistant", "content": choice.text, "refusal": None}
-    if calls := calls_of(choice):
+    """A whole answer that has ended, as a message."""
+    calls, said = calls_of(choice), _said(choice, None)
+    content = said.words or None if calls else said.words
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if said.thoughts:
+        message["reasoning_content"] = said.thoughts
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+class Said(NamedTuple):
+    """What an answer says, or what is new of it, but for calls of tools."""
+
+    thoughts: str = ""
+    words: str = ""
+
+
+def _said(choice: Choice, reader: CallReader | None) -> Said:
+    """What an answer says as far as it has come.
+
+    Args:
+        reader: of calls that one which has not ended may begin; None without any.
+    """
+    text = choice.text
+    if not choice.finish:
+        if reader is not None:  # the space before a call is none of the words
+            text = text[: reader.words_end(text)].rstrip()
+    elif calls_of(choice):
         assert choice.turn is not None
-        return message | {"content": choice.turn.content or None, "tool_calls": calls}
-    return message
+        text = choice.turn.content
+    return Said(*choice.prompt.thoughts.so_far(text, is_over=bool(choice.finish)))
 
 
 class Words:
-    """What a stream sends of answers that may call tools: nothing of a call before it has ended."""
+    """What a stream sends of answers: no part of a tag around thoughts, nothing of a call before it
+    has ended."""
 
     def __init__(self, reader: CallReader | None) -> None:
+        """reader: of calls in answers to prompts with tools."""
         self._reader = reader
-        self._sent: dict[int, str] = {}
+        self._sent: dict[int, Said] = {}
 
-    def new(self, choice: Choice, text: str) -> str:
-        """The words to send now.
-
-        Args:
-            text: that is new.
-        """
-        if self._reader is None or not choice.prompt.tools:
-            return text
-        sent = self._sent.get(choice.index, "")
-        if not choice.finish:  # the space before a call is none of the words
-            new = choice.text[len(sent) : self._reader.words_end(choice.text)].rstrip()
-        elif calls_of(choice):
-            assert choice.turn is not None
-            new = choice.turn.content.removeprefix(sent)
-        else:
-            new = choice.text[len(sent) :]
-        self._sent[choice.index] = sent + new
-        return new
+    def new(self, choice: Choice) -> Said:
+        """What to send now that `choice` has more text, or has ended."""
+        sent = self._sent.get(choice.index, Said())
+        reader = self._reader if choice.prompt.tools else None
+        now = self._sent[choice.index] = _said(choice, reader)
+        return Said(now.thoughts[len(sent.thoughts) :], now.words[len(sent.words) :])

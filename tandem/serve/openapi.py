@@ -8,13 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, get_args
+from typing import get_args
 
+from tandem.data.thoughts import FIELDS
 from tandem.serve import bodies, votes
 from tandem.serve.run_views import SORTS
+from tandem.serve.schemas import (
+    Json,
+    flag,
+    json_body,
+    maybe,
+    number,
+    object_of,
+    path_text,
+    query,
+    ref,
+    whole_number,
+)
 from tandem.types import Role
 
-Json = dict[str, Any]
 _INT_MOST = 2**31 - 1
 _SEED_MOST = 2**63 - 1
 _ERRORS = {
@@ -61,17 +73,17 @@ def _version() -> str:
 
 def _model_paths() -> Json:
     def post(name: str, about: str, answer: str, *more: int, streams: bool = False) -> Json:
-        content = {"application/json": {"schema": _ref(answer)}}
+        content = {"application/json": {"schema": ref(answer)}}
         if streams:
             content["text/event-stream"] = {"schema": {"type": "string"}}
         return {"post": _operation(name, about, {"content": content}, (400, 408, *more), name)}
 
     busy = (404, 429, 500)
     return {
-        "/v1/models": {"get": _operation("models", "The models.", _json("ModelList"), ())},
+        "/v1/models": {"get": _operation("models", "The models.", json_body("ModelList"), ())},
         "/v1/models/{model}": {
-            "get": _operation("model", "One model.", _json("Model"), (404,)),
-            "parameters": [_path_text("model")],
+            "get": _operation("model", "One model.", json_body("Model"), (404,)),
+            "parameters": [path_text("model")],
         },
         "/v1/chat/completions": post(
             "Chat", "Answers to a conversation.", "ChatCompletion", *busy, streams=True
@@ -86,32 +98,32 @@ def _model_paths() -> Json:
 
 
 def _vote_paths() -> Json:
-    limit = _query("limit", {"type": "integer", "minimum": 0, "maximum": 9_999_999})
-    kept = _operation("Vote", "Keep a preference.", _json("Kept"), (400, 408, 409, 507), "Vote")
-    kept["responses"]["201"] = {"description": "It is new and on the disk.", **_json("Kept")}
-    listed = _operation("votes", "The newest votes, and the agreement.", _json("Votes"), (400,))
+    limit = query("limit", {"type": "integer", "minimum": 0, "maximum": 9_999_999})
+    kept = _operation("Vote", "Keep a preference.", json_body("Kept"), (400, 408, 409, 507), "Vote")
+    kept["responses"]["201"] = {"description": "It is new and on the disk.", **json_body("Kept")}
+    listed = _operation("votes", "The newest votes, and the agreement.", json_body("Votes"), (400,))
     return {
         "/v1/votes": {"post": kept, "get": {**listed, "parameters": [limit]}},
         "/v1/votes/{id}": {
-            "delete": _operation("undo", "Take a vote back.", _json("Undone"), (400, 404, 507)),
-            "parameters": [_path_text("id")],
+            "delete": _operation("undo", "Take a vote back.", json_body("Undone"), (400, 404, 507)),
+            "parameters": [path_text("id")],
         },
     }
 
 
 def _run_paths() -> Json:
-    number = {"type": "integer", "minimum": 0, "maximum": 10**11 - 1}
-    stage = {**_query("stage", {"type": "string"}), "required": True}
-    numbers = {name: _query(name, number) for name in ("step", "offset", "limit", "row")}
-    sort = _query("sort", {"enum": [sign + name for name in SORTS for sign in ("", "-")]})
-    prompt = _query("id", {"type": "string"})
-    other = [_query("other", {"type": "string"}), _query("other_stage", {"type": "string"}),
-             _query("other_step", number)]  # fmt: skip
-    text = _query("filter", {"type": "string", "maxLength": 1000})
+    count = {"type": "integer", "minimum": 0, "maximum": 10**11 - 1}
+    stage = {**query("stage", {"type": "string"}), "required": True}
+    numbers = {name: query(name, count) for name in ("step", "offset", "limit", "row")}
+    sort = query("sort", {"enum": [sign + name for name in SORTS for sign in ("", "-")]})
+    prompt = query("id", {"type": "string"})
+    other = [query("other", {"type": "string"}), query("other_stage", {"type": "string"}),
+             query("other_step", count)]  # fmt: skip
+    text = query("filter", {"type": "string", "maxLength": 1000})
     views = {
         "": ("A run's commands and results.", []),
         "/metrics": ("A stage's metrics, or their points.",
-                     [stage, _query("names", {"type": "string"})]),
+                     [stage, query("names", {"type": "string"})]),
         "/alarms": ("A stage's alarms.", [{**stage, "required": False}]),
         "/frontier": ("Reward against KL.", [stage]),
         "/histograms": ("Distributions of a step's answers.", [stage, numbers["step"]]),
@@ -123,13 +135,13 @@ def _run_paths() -> Json:
         "/compare": ("The same prompts twice.", [stage, numbers["step"], *other]),
         "/data": ("The ledger and some rows.", []),
     }  # fmt: skip
-    paths: Json = {"/api/runs": {"get": _operation("runs", "All runs.", _json("Object"), ())}}
+    paths: Json = {"/api/runs": {"get": _operation("runs", "All runs.", json_body("Object"), ())}}
     for path, (about, parameters) in views.items():
         name = f"run{path.replace('/', '_')}"
         paths[f"/api/runs/{{run}}{path}"] = {
-            "get": {**_operation(name, about, _json("Object"), (400, 404)),
+            "get": {**_operation(name, about, json_body("Object"), (400, 404)),
                     "parameters": parameters},
-            "parameters": [_path_text("run")],
+            "parameters": [path_text("run")],
         }  # fmt: skip
     return paths
 
@@ -137,9 +149,9 @@ def _run_paths() -> Json:
 def _plain_paths() -> Json:
     metrics = {"content": {"text/plain": {"schema": {"type": "string"}}}}
     return {
-        "/health": {"get": _operation("health", "Whether it serves.", _json("Object"), ())},
+        "/health": {"get": _operation("health", "Whether it serves.", json_body("Object"), ())},
         "/metrics": {"get": _operation("metrics", "Counts, for Prometheus.", metrics, ())},
-        "/openapi.json": {"get": _operation("openapi", "This.", _json("Object"), ())},
+        "/openapi.json": {"get": _operation("openapi", "This.", json_body("Object"), ())},
     }
 
 
@@ -155,13 +167,13 @@ def _operation(
         },
     }
     if body:
-        content = {"application/json": {"schema": _ref(f"{body}Request")}}
+        content = {"application/json": {"schema": ref(f"{body}Request")}}
         found["requestBody"] = {"required": True, "content": content}
     return found
 
 
 def _error(status: int) -> Json:
-    found: Json = {"description": _ERRORS[status], **_json("Error")}
+    found: Json = {"description": _ERRORS[status], **json_body("Error")}
     if status == 429:
         seconds = {"schema": {"type": "integer", "minimum": 1}, "required": True}
         found["headers"] = {"Retry-After": seconds}
@@ -169,7 +181,7 @@ def _error(status: int) -> Json:
 
 
 def _requests(models: list[str]) -> Json:
-    text, message = {"type": "string"}, _ref("Turn")
+    text, message = {"type": "string"}, ref("Turn")
     turns = {"type": "array", "items": message, "minItems": 1}
     model = {"enum": [*models, "", None], "description": "Without a name: the preferred one."}
     both = {
@@ -181,42 +193,42 @@ def _requests(models: list[str]) -> Json:
     }
     refused = _refused(bodies.UNSUPPORTED_CHAT)
     kinds = {"function": "object", "name": "string", "type": "string"}
-    tool = {"anyOf": [_object({name: {"type": kind}}, name) for name, kind in kinds.items()]}
+    tool = {"anyOf": [object_of({name: {"type": kind}}, name) for name, kind in kinds.items()]}
     tools = {"type": ["array", "null"], "items": tool}
     ids = {"type": "array", "items": {"type": "integer", "minimum": 0}}
     prompt = [text, {**ids, "minItems": 1},
               {"type": "array", "minItems": 1, "maxItems": bodies.MOST_CHOICES,
                "items": {"anyOf": [text, {**ids, "minItems": 1}]}}]  # fmt: skip
-    choices = _maybe(_whole(1, bodies.MOST_CHOICES))
-    top = _maybe(_whole(0, 20))
+    choices = maybe(whole_number(1, bodies.MOST_CHOICES))
+    top = maybe(whole_number(0, 20))
     return {
-        "ChatRequest": _object(
-            {**both, **refused, "messages": turns, "tools": tools, "logprobs": _flag(),
-             "top_logprobs": top, "max_tokens": _maybe(_whole(1, _INT_MOST)),
-             "max_completion_tokens": _maybe(_whole(1, _INT_MOST)),
+        "ChatRequest": object_of(
+            {**both, **refused, "messages": turns, "tools": tools, "logprobs": flag(),
+             "top_logprobs": top, "max_tokens": maybe(whole_number(1, _INT_MOST)),
+             "max_completion_tokens": maybe(whole_number(1, _INT_MOST)),
              "tool_choice": {"enum": [None, "none", "auto"]},
              "response_format": _format()},
             "messages",
         ),
-        "CompletionRequest": _object(
-            {**both, "prompt": {"anyOf": prompt}, "echo": _flag(), "best_of": choices,
-             "suffix": _ref("NotSupported"), "max_tokens": _maybe(_whole(0, _INT_MOST)),
-             "logprobs": {"anyOf": [_flag(), top]}, "response_format": _format()},
+        "CompletionRequest": object_of(
+            {**both, "prompt": {"anyOf": prompt}, "echo": flag(), "best_of": choices,
+             "suffix": ref("NotSupported"), "max_tokens": maybe(whole_number(0, _INT_MOST)),
+             "logprobs": {"anyOf": [flag(), top]}, "response_format": _format()},
             "prompt",
         ),
-        "ScoreRequest": _object(
+        "ScoreRequest": object_of(
             {"messages": {**turns, "minItems": 2}, "tools": tools, "model": model,
              "tandem": _extras()},
             "messages",
         ),
         "TokenizeRequest": {
             "anyOf": [
-                *(_object({"model": model, name: text, "add_special_tokens": _flag()}, name)
+                *(object_of({"model": model, name: text, "add_special_tokens": flag()}, name)
                   for name in ("prompt", "content")),
-                _object({"model": model, "messages": turns, "tools": tools}, "messages"),
+                object_of({"model": model, "messages": turns, "tools": tools}, "messages"),
             ]
         },
-        "DetokenizeRequest": _object({"model": model, "tokens": ids}, "tokens"),
+        "DetokenizeRequest": object_of({"model": model, "tokens": ids}, "tokens"),
         "VoteRequest": _vote(turns, tools),
         **_turn(text),
         "NotSupported": {"enum": [None, False, 0, "", [], {}],
@@ -225,40 +237,45 @@ def _requests(models: list[str]) -> Json:
 
 
 def _turn(text: Json) -> Json:
-    said = {"anyOf": [text, {"type": "array", "items": _ref("Part")}]}
+    said = {"anyOf": [text, {"type": "array", "items": ref("Part")}]}
     others = _refused(("function_call", "audio"))
     words = {"role": {"enum": [*get_args(Role), "developer"]}, "content": said,
-             "tool_call_id": _maybe(text), "name": _maybe(text)}  # fmt: skip
-    calls = {"role": {"enum": ["assistant"]}, "content": _maybe(said),
-             "tool_calls": {"type": "array", "items": _ref("Call"), "minItems": 1}}  # fmt: skip
+             "tool_call_id": maybe(text), "name": maybe(text)}  # fmt: skip
+    thoughts = {name: maybe(text) for name in FIELDS}
+    calls = {"role": {"enum": ["assistant"]}, "content": maybe(said), **thoughts,
+             "tool_calls": {"type": "array", "items": ref("Call"), "minItems": 1}}  # fmt: skip
+    thinks = [object_of({**calls, name: {"type": "string", "pattern": "\\S"}, **others,
+                         "tool_calls": maybe(calls["tool_calls"])}, "role", name)
+              for name in thoughts]  # fmt: skip
     function = {"name": {"type": "string", "pattern": "\\S"},
                 "arguments": {"type": ["object", "string"]}}  # fmt: skip
     part = {"type": {"enum": list(bodies.PARTS)}, "text": text}
     return {
         "Turn": {
             "anyOf": [
-                _object({**words, **_refused(("tool_calls",)), **others}, "role", "content"),
-                _object({**calls, **others}, "role", "tool_calls"),
+                object_of({**words, **_refused(("tool_calls",)), **others}, "role", "content"),
+                object_of({**calls, **others}, "role", "tool_calls"),
+                *thinks,
             ]
         },
-        "Call": _object({"id": text, "function": _object(function, "name")}, "function"),
-        "Part": {"anyOf": [text, _object(part, "type", "text")]},
+        "Call": object_of({"id": text, "function": object_of(function, "name")}, "function"),
+        "Part": {"anyOf": [text, object_of(part, "type", "text")]},
     }
 
 
 def _vote(turns: Json, tools: Json) -> Json:
-    numbers = {name: _maybe({"type": "number"}) for name in ("seed", "reward", "kl", "tokens")}
-    answer = {"text": {"type": "string"}, "model": _maybe({"type": "string"}), **numbers}
+    numbers = {name: maybe({"type": "number"}) for name in ("seed", "reward", "kl", "tokens")}
+    answer = {"text": {"type": "string"}, "model": maybe({"type": "string"}), **numbers}
     identity = {"type": "string", "minLength": 1, "maxLength": 100, "pattern": "^[A-Za-z0-9_.:-]+$"}
-    return _object(
+    return object_of(
         {"id": identity, "messages": turns, "tools": tools,
          "verdict": {"enum": list(votes.VERDICTS)},
          "answers": {"type": "array", "minItems": 1, "maxItems": votes.MOST_ANSWERS,
-                     "items": _object(answer, "text")},
-         "winner": _maybe(_whole(0, votes.MOST_ANSWERS - 1)),
-         "rewrite": _maybe({"type": "string", "maxLength": 1_000_000}),
-         "who": _maybe({"type": "string", "maxLength": 200}),
-         "seed": _maybe(_whole(-_SEED_MOST - 1, _SEED_MOST)), "blind": _flag()},
+                     "items": object_of(answer, "text")},
+         "winner": maybe(whole_number(0, votes.MOST_ANSWERS - 1)),
+         "rewrite": maybe({"type": "string", "maxLength": 1_000_000}),
+         "who": maybe({"type": "string", "maxLength": 200}),
+         "seed": maybe(whole_number(-_SEED_MOST - 1, _SEED_MOST)), "blind": flag()},
         "id", "messages", "verdict", "answers",
     )  # fmt: skip
 
@@ -266,43 +283,43 @@ def _vote(turns: Json, tools: Json) -> Json:
 def _sampling() -> Json:
     stop = {"type": "string", "maxLength": 1000}
     bias = {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,9}$"},
-            "additionalProperties": _maybe(_number(-100, 100))}  # fmt: skip
-    options = _maybe(_object({"include_usage": _flag()}))
+            "additionalProperties": maybe(number(-100, 100))}  # fmt: skip
+    options = maybe(object_of({"include_usage": flag()}))
     return {
-        "n": _maybe(_whole(1, bodies.MOST_CHOICES)),
-        "stop": _maybe({"anyOf": [stop, {"type": "array", "items": stop, "maxItems": 16}]}),
-        "seed": _maybe(_whole(-_SEED_MOST - 1, _SEED_MOST)),
-        "temperature": _maybe(_number(0, 100)),
-        "top_p": _maybe(_number(0, 1)),
-        "top_k": _maybe(_whole(-1, _INT_MOST)),
-        "min_p": _maybe(_number(0, 1)),
-        "presence_penalty": _maybe(_number(-2, 2)),
-        "frequency_penalty": _maybe(_number(-2, 2)),
-        "repetition_penalty": _maybe(_number(0.01, 100)),
-        "logit_bias": _maybe(bias),
-        "min_tokens": _maybe(_whole(0, _INT_MOST)),
-        "ignore_eos": _flag(),
-        "stream": _flag(),
+        "n": maybe(whole_number(1, bodies.MOST_CHOICES)),
+        "stop": maybe({"anyOf": [stop, {"type": "array", "items": stop, "maxItems": 16}]}),
+        "seed": maybe(whole_number(-_SEED_MOST - 1, _SEED_MOST)),
+        "temperature": maybe(number(0, 100)),
+        "top_p": maybe(number(0, 1)),
+        "top_k": maybe(whole_number(-1, _INT_MOST)),
+        "min_p": maybe(number(0, 1)),
+        "presence_penalty": maybe(number(-2, 2)),
+        "frequency_penalty": maybe(number(-2, 2)),
+        "repetition_penalty": maybe(number(0.01, 100)),
+        "logit_bias": maybe(bias),
+        "min_tokens": maybe(whole_number(0, _INT_MOST)),
+        "ignore_eos": flag(),
+        "stream": flag(),
         "stream_options": options,
     }
 
 
 def _extras() -> Json:
     names = list(bodies.EXTRAS)
-    wanted = {"type": "object", "properties": {name: _flag() for name in names},
+    wanted = {"type": "object", "properties": {name: flag() for name in names},
               "additionalProperties": False}  # fmt: skip
     listed = {"type": "array", "items": {"enum": names}}
-    return _maybe({"anyOf": [wanted, listed]})
+    return maybe({"anyOf": [wanted, listed]})
 
 
 def _responses() -> Json:
     text: Json = {"type": "string"}
     whole: Json = {"type": "integer"}
     maybe_number = {"type": ["number", "null"]}
-    said = {"role": {"const": "assistant"}, "content": _maybe(text), "refusal": {"type": "null"}}
-    calls = {"type": "array", "items": _ref("Call"), "minItems": 1}
-    message = _object({**said, "tool_calls": calls}, *said)
-    usage = _object(dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), whole),
+    said = {"role": {"const": "assistant"}, "content": maybe(text), "refusal": {"type": "null"}}
+    calls = {"type": "array", "items": ref("Call"), "minItems": 1}
+    message = object_of({**said, "reasoning_content": text, "tool_calls": calls}, *said)
+    usage = object_of(dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), whole),
                     "prompt_tokens", "completion_tokens", "total_tokens")  # fmt: skip
 
     def completion(kind: str, *finish: str, **choice: Json) -> Json:
@@ -313,13 +330,13 @@ def _responses() -> Json:
             "object": {"const": kind},
             "created": whole,
             "model": text,
-            "choices": {"type": "array", "items": _object(keys, *keys)},
+            "choices": {"type": "array", "items": object_of(keys, *keys)},
             "usage": usage,
         }
-        return _object(made, *made)
+        return object_of(made, *made)
 
     def whole_object(**keys: Json) -> Json:
-        return _object(keys, *keys)
+        return object_of(keys, *keys)
 
     model = whole_object(id=text, object={"const": "model"}, created=whole, owned_by=text)
     error = whole_object(message=text, type=text, param={"type": ["string", "null"]}, code=text)
@@ -329,7 +346,7 @@ def _responses() -> Json:
         "Error": whole_object(error=error),
         "Model": model,
         "ModelList": whole_object(
-            object={"const": "list"}, data={"type": "array", "items": _ref("Model")}
+            object={"const": "list"}, data={"type": "array", "items": ref("Model")}
         ),
         "ChatCompletion": completion("chat.completion", "tool_calls", message=message),
         "TextCompletion": completion("text_completion", text=text),
@@ -348,29 +365,8 @@ def _responses() -> Json:
     }  # fmt: skip
 
 
-def _object(properties: Json, *required: str) -> Json:
-    return {"type": "object", "properties": properties, "required": list(required)}
-
-
-def _maybe(schema: Json) -> Json:
-    """Null stands for the default."""
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def _flag() -> Json:
-    return {"type": ["boolean", "null"]}
-
-
-def _whole(low: int, high: int) -> Json:
-    return {"type": "integer", "minimum": low, "maximum": high}
-
-
-def _number(low: float, high: float) -> Json:
-    return {"type": "number", "minimum": low, "maximum": high}
-
-
 def _refused(names: tuple[str, ...]) -> Json:
-    return {name: _ref("NotSupported") for name in names}
+    return {name: ref("NotSupported") for name in names}
 
 
 def _neutral() -> Json:
@@ -378,21 +374,4 @@ def _neutral() -> Json:
 
 
 def _format() -> Json:
-    return _maybe(_object({"type": {"const": "text"}}, "type"))
-
-
-def _query(name: str, schema: Json) -> Json:
-    return {"name": name, "in": "query", "schema": schema}
-
-
-def _path_text(name: str) -> Json:
-    schema = {"type": "string", "minLength": 1}
-    return {"name": name, "in": "path", "required": True, "schema": schema}
-
-
-def _json(name: str) -> Json:
-    return {"content": {"application/json": {"schema": _ref(name)}}}
-
-
-def _ref(name: str) -> Json:
-    return {"$ref": f"#/components/schemas/{name}"}
+    return maybe(object_of({"type": {"const": "text"}}, "type"))

@@ -108,11 +108,12 @@ class ChatShape(_Common):
     def chunk(self, step: Step) -> dict[str, Any] | None:
         """As `Shape` says."""
         choice = step.choice
-        text = self._words.new(choice, step.text)
-        first = self._new(step, text)
+        new = self._words.new(choice)
+        first = self._new(step, new.thoughts + new.words)
         if first is None:
             return None
-        delta: dict[str, Any] = {"content": text} if text else {}
+        named = {"reasoning_content": new.thoughts, "content": new.words}
+        delta: dict[str, Any] = {name: text for name, text in named.items() if text}
         if choice.finish and (calls := calls_of(choice)):
             delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
         written = {

@@ -194,18 +194,23 @@ def test_words_are_sent_as_they_come_and_calls_never_as_words(
     choice = Choice(0, prompt)
     for letter in text:
         choice.text += letter
-        parts.append(sent.new(choice, letter))
+        parts.append(sent.new(choice))
     choice.finish, choice.turn = "stop", spoken(found, text, tools).turn
-    parts.append(sent.new(choice, ""))
+    parts.append(sent.new(choice))
     message = message_of(choice)
+    told = "".join(part.words for part in parts)
+    thoughts = "".join(part.thoughts for part in parts)
+    assert thoughts == message.get("reasoning_content", "")
+    assert thoughts == ("{a} <tool_call> [b" if words.startswith("<think>") else "")
+    words = words.rpartition("</think>")[2]
     if "tool_calls" not in message:
-        assert "".join(parts) == text
+        assert told == message["content"] == text.rpartition("</think>")[2]
         assert finish_of(choice) == "stop"
         return
-    assert "".join(parts) == (message["content"] or "")
+    assert told == (message["content"] or "")
     assert finish_of(choice) == "tool_calls"
-    assert "add" not in "".join(parts)
+    assert "add" not in told
     # All but the letters that may have begun a call are sent before it.
-    early = "".join(parts[: len(words)])
+    early = "".join(part.words for part in parts[: len(words)])
     assert words.startswith(early)
-    assert len(early) >= len(words.rstrip()) - 3 or (name == "llama" and "<think>" not in words)
+    assert len(early) >= len(words.rstrip()) - 3 or name == "llama"
