@@ -126,6 +126,66 @@ def test_two_models_answer_side_by_side_and_a_vote_is_kept_and_undone(page: Any,
     assert (run / "votes.jsonl").read_text("utf-8") == ""
 
 
+def chunks(*deltas: dict[str, Any]) -> str:
+    """A stream of an answer, a token for each delta."""
+    lines = []
+    for delta in (*deltas, {}):
+        token = {"token": "".join(delta.values()), "logprob": -1.0, "bytes": [], "top_logprobs": []}
+        choice = {"index": 0, "delta": delta, "finish_reason": None if delta else "stop",
+                  "logprobs": {"content": [token] if delta else []}}  # fmt: skip
+        lines.append(f"data: {json.dumps({'choices': [choice]})}\n\n")
+    return "".join(lines) + "data: [DONE]\n\n"
+
+
+def test_thoughts_are_folded_and_votes_keep_them(page: Any, run: Path) -> None:
+    asked: list[Any] = []
+
+    def answered(route: Any) -> None:
+        asked.append(route.request.post_data_json)
+        words = [{"content": "Fo"}, {"content": "ur."}] if len(asked) % 2 else []
+        thoughts = [{"reasoning_content": "Two and"}, {"reasoning_content": " two."}]
+        route.fulfill(body=chunks(*thoughts, *words), content_type="text/event-stream")
+
+    page.route("**/v1/chat/completions", answered)
+    page.goto(f"{page.address}#/chat")
+    page.get_by_label("Your message").fill("2+2?")
+    page.get_by_role("button", name="Send", exact=True).click()
+    page.get_by_role("button", name="Left is better").wait_for()
+    first, second = page.locator("details.thoughts").all()
+    assert (first.get_attribute("open"), second.get_attribute("open")) == (None, "")
+    assert page.locator(".answer > .text").all_inner_texts() == [
+        "Four.", "(no words: the thoughts have not ended)",
+    ]  # fmt: skip
+    first.locator("summary").click()
+    assert first.locator("p").inner_text() == "Two and two."
+    page.get_by_label("Color tokens by").select_option("logprobs")
+    within = page.locator(".tokens details.thoughts").first
+    assert within.get_attribute("open") == ""  # as the user left it
+    assert within.locator(".token").all_inner_texts() == ["Two and", " two."]
+    page.get_by_label("Color tokens by").select_option("")
+    page.get_by_role("button", name="Rewrite").click()
+    box = page.get_by_role("textbox", name="The answer as it should be")
+    assert box.input_value() == "Four."
+    box.fill("It is four.")
+    page.get_by_role("button", name="Save").click()
+    page.get_by_text("Voted: rewrite").wait_for()
+    told = "<think>\nTwo and two."
+    rows = [json.loads(line) for line in (run / "votes.jsonl").read_text("utf-8").splitlines()]
+    assert [(row["chosen"], row["rejected"]) for row in rows] == [
+        (f"{told}\n</think>\n\nIt is four.", f"{told}\n</think>\n\nFour."),
+        (f"{told}\n</think>\n\nIt is four.", told),
+    ]
+    page.get_by_label("Your message").fill("Sure?")
+    page.get_by_role("button", name="Send", exact=True).click()
+    page.get_by_role("button", name="Left is better").wait_for()
+    assert asked[-1]["messages"][1] == {
+        "role": "assistant", "content": "It is four.", "reasoning_content": "Two and two.",
+    }  # fmt: skip
+    page.goto(f"{page.address}#/votes")
+    page.get_by_role("button", name="Undo the vote").click()
+    page.get_by_text("No votes yet").wait_for()
+
+
 def test_what_chat_says_stays_in_chat_and_send_is_beside_the_box(page: Any) -> None:
     page.goto(f"{page.address}#/chat")
     message = page.get_by_label("Your message")

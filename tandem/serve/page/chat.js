@@ -3,6 +3,7 @@
 import { get, streamed } from "./api.js";
 import { add, button, choose, field, h, newId, nothing, say, show } from "./dom.js";
 import { counted, number, short, signed } from "./format.js";
+import { foldThoughts, said, thoughtsOf } from "./thoughts.js";
 import { measuresOf, tokenText } from "./tokens.js";
 import { sendVote, undoVote, voter } from "./votes.js";
 
@@ -68,7 +69,7 @@ export async function chatView(holder, query, { left }) {
   const knobsHolder = h("div", {}, knobs());
 
   const contextBefore = (turns) => [...(state.system ? [{ role: "system", content: state.system }] : []), ...turns.flatMap((turn) =>
-    turn.role === "user" ? [{ role: "user", content: turn.content }] : [{ role: "assistant", content: turn.rewritten ?? turn.choices[turn.picked].text }])];
+    turn.role === "user" ? [{ role: "user", content: turn.content }] : [spoken(turn)])];
 
   function busy(on) {
     sendButton.disabled = on;
@@ -90,7 +91,7 @@ export async function chatView(holder, query, { left }) {
     if (blind) models = shuffled(models);
     const turn = {
       role: "assistant", picked: 0, blind, revealed: !blind, messages, vote: null, rewritten: undefined,
-      choices: models.map((model) => ({ model, text: "", tokens: [], logprobs: [], done: false, error: "" })),
+      choices: models.map((model) => ({ model, thoughts: "", text: "", thoughtTokens: 0, tokens: [], logprobs: [], done: false, error: "" })),
     };
     state.turns.push(turn);
     const abort = new AbortController();
@@ -117,11 +118,14 @@ export async function chatView(holder, query, { left }) {
         if (event.usage) choice.length = event.usage.completion_tokens;
         const part = event.choices?.[0];
         if (!part) continue;
-        choice.text += part.delta?.content || "";
+        const words = part.delta?.content || "", isFirst = words && !choice.text;
+        choice.thoughts += part.delta?.reasoning_content || "";
+        choice.text += words;
         for (const token of part.logprobs?.content || []) { choice.tokens.push(token.token); choice.logprobs.push(token.logprob); }
+        if (choice.thoughts && (isFirst || !choice.text)) choice.thoughtTokens = choice.tokens.length - tokensOf(words, choice.tokens);
         if (part.tandem) Object.assign(choice, { tandem: part.tandem });
         if (part.finish_reason) choice.finish = part.finish_reason;
-        choice.live?.(choice.text);
+        choice.live?.();
       }
     } catch (error) {
       if (error.name === "AbortError") choice.finish = "stopped";
@@ -165,7 +169,7 @@ export async function chatView(holder, query, { left }) {
     const columns = h("div", { class: `columns of${turn.choices.length}` }, turn.choices.map((choice, place) => answerCard(turn, choice, place, several, best)));
     const parts = [columns];
     if (turn.rewritten !== undefined) parts.push(h("div", { class: "answer picked" }, h("div", { class: "head" }, h("b", {}, "rewritten"), h("span", { class: "badge" }, "continues the conversation")), h("p", { class: "text", dir: "auto" }, turn.rewritten)));
-    if (done && turn.choices.some((choice) => choice.text)) parts.push(voteBar(turn));
+    if (done && turn.choices.some(said)) parts.push(voteBar(turn));
     if (done && isLast) {
       parts.push(h("div", { class: "buttons" }, button("Retry", () => { state.turns.pop(); answer(); }, { class: "quiet" }),
         turn.blind && !turn.revealed ? button("Reveal the models", () => { turn.revealed = true; drawAll(); }, { class: "quiet" }) : "",
@@ -176,17 +180,23 @@ export async function chatView(holder, query, { left }) {
 
   function answerCard(turn, choice, place, several, best) {
     const text = h("div", { class: "text", dir: "auto" });
+    const thought = thoughtsOf(choice);
     const facts = h("p", { class: "facts small" });
     const name = several ? `${LETTERS[place]}${turn.revealed ? ` · ${choice.model}` : ""}` : choice.model;
     const card = h("article", { class: `answer${several && turn.rewritten === undefined && turn.picked === place ? " picked" : ""}`, "aria-label": `Answer ${name}` },
-      h("div", { class: "head" }, h("b", {}, name), several && turn.picked === place && turn.rewritten === undefined ? h("span", { class: "badge" }, "continues the conversation") : ""), text, facts);
+      h("div", { class: "head" }, h("b", {}, name), several && turn.picked === place && turn.rewritten === undefined ? h("span", { class: "badge" }, "continues the conversation") : ""), thought, text, facts);
     const drawn = () => {
+      const isColored = choice.done && choice.tokens.length && state.measure && !choice.error;
+      thought.hidden = !choice.thoughts || isColored;
+      thought.lastChild.textContent = choice.thoughts;
+      foldThoughts(thought, choice);
+
       const scores = choice.tandem || {};
       const columns = { kl: scores.token_kl || [], values: scores.values || [], logprobs: choice.logprobs };
       const known = measuresOf(columns).map(([measure]) => measure);
       if (choice.error) show(text, h("p", { class: "error" }, choice.error));
-      else if (choice.done && choice.tokens.length && state.measure) show(text, known.includes(state.measure) ? "" : h("p", { class: "soft small" }, `No ${state.measure} here: ${scores.why?.[state.measure] || "the server gave none"}.`), tokenText(choice.tokens, columns, known.includes(state.measure) ? state.measure : "", `Answer ${name}`));
-      else show(text, choice.text || (choice.done ? "(no text)" : h("span", { class: "soft" }, "…")));
+      else if (isColored) show(text, known.includes(state.measure) ? "" : h("p", { class: "soft small" }, `No ${state.measure} here: ${scores.why?.[state.measure] || "the server gave none"}.`), tokenText(choice.tokens, columns, known.includes(state.measure) ? state.measure : "", `Answer ${name}`, choice.thoughtTokens, (spans) => thoughtsOf(choice, spans)));
+      else show(text, choice.text || (choice.done ? (choice.thoughts ? h("span", { class: "soft" }, "(no words: the thoughts have not ended)") : "(no text)") : h("span", { class: "soft" }, "…")));
       if (!choice.done) { facts.textContent = choice.tokens.length ? `${counted(choice.tokens.length, "token")} so far` : ""; return; }
       const reward = number(scores.reward);
       show(facts, h("span", { class: `score${several && reward === best ? " best" : ""}` }, "reward ", Number.isFinite(reward) ? signed(reward) : "–"), " ",
@@ -209,7 +219,8 @@ export async function chatView(holder, query, { left }) {
       const buttons = [...bar.querySelectorAll("button")];
       for (const one of buttons) one.disabled = true;
       try {
-        const saved = await sendVote(turn, { verdict, winner, rewrite, system: state.system });
+        const { thoughts } = turn.choices[turn.picked];
+        const saved = await sendVote(turn, { verdict, winner, rewrite: rewrite && said({ thoughts, text: rewrite }) });
         turn.vote = { id: saved.id, verdict, told: saved.told };
         turn.revealed = true;
         if (winner !== undefined) turn.picked = winner;
@@ -232,7 +243,7 @@ export async function chatView(holder, query, { left }) {
     }
     const rewrite = () => {
       const box = h("textarea", { rows: 4, value: turn.choices[turn.picked].text, "aria-label": "The answer as it should be" });
-      const dialog = h("div", { class: "rewrite" }, field("The answer as it should be", box), h("div", { class: "buttons" }, button("Save", () => { if (box.value.trim()) cast("rewrite", undefined, box.value); }, { class: "primary" }), button("Cancel", drawAll)));
+      const dialog = h("div", { class: "rewrite" }, field("The answer as it should be", box, turn.choices[turn.picked].thoughts ? "Its thoughts are kept before it." : ""), h("div", { class: "buttons" }, button("Save", () => { if (box.value.trim()) cast("rewrite", undefined, box.value); }, { class: "primary" }), button("Cancel", drawAll)));
       bar.append(dialog);
       box.focus();
     };
@@ -247,6 +258,20 @@ export async function chatView(holder, query, { left }) {
   drawSetup();
   busy(Boolean(state.running));
   drawAll();
+}
+
+/** An answered turn as the next request has it. */
+function spoken(turn) {
+  const { thoughts, text } = turn.choices[turn.picked];
+  const message = { role: "assistant", content: turn.rewritten ?? text };
+  return thoughts ? { ...message, reasoning_content: thoughts } : message;
+}
+
+/** How many of the last tokens a text is in. */
+function tokensOf(text, tokens) {
+  let count = 0;
+  for (let length = 0; length < text.length && count < tokens.length; count += 1) length += tokens.at(-1 - count).length;
+  return count;
 }
 
 /** In a random order, every order as likely. */

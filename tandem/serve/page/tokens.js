@@ -39,9 +39,10 @@ function visible(piece) {
 
 /**
  * Tokens as text. `columns` holds lists by measure; `measure` colors ("" for none).
+ * The first `thoughts` of them are put where `fold` says, a function from elements to one.
  * Returns an element whose numbers appear below it on hover, focus and with the arrow keys.
  */
-export function tokenText(tokens, columns, measure, label = "Tokens of the answer") {
+export function tokenText(tokens, columns, measure, label = "Tokens of the answer", thoughts = 0, fold = undefined) {
   const about = MEASURES[measure];
   const values = about ? columns[measure] || [] : [];
   const scale = scaleOf(values);
@@ -80,7 +81,7 @@ export function tokenText(tokens, columns, measure, label = "Tokens of the answe
         else if (event.key === "End") { go(tokens.length - 1); event.preventDefault(); }
       },
     },
-  }, spans);
+  }, thoughts ? [fold(spans.slice(0, thoughts)), spans.slice(thoughts)] : spans);
   return h("div", { class: "tokenview" }, text, readout);
 }
 

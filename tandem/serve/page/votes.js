@@ -4,6 +4,7 @@ import { get, post } from "./api.js";
 import { button, copyButton, h, nothing, say, show } from "./dom.js";
 import { number, percent, short, signed, when } from "./format.js";
 import { intervalBar } from "./charts.js";
+import { parted, said, thoughtsOf } from "./thoughts.js";
 
 const NAMES = { left: "left", right: "right", best: "best of several", tie: "tie", both_bad: "both bad", rewrite: "rewritten" };
 
@@ -14,7 +15,7 @@ const NAMES = { left: "left", right: "right", best: "best of several", tie: "tie
 export async function sendVote(turn, { verdict, winner, rewrite }) {
   turn.voteId ||= crypto.randomUUID ? crypto.randomUUID() : `vote-${Date.now()}-${crypto.getRandomValues(new Uint32Array(2)).join("-")}`;
   const answers = turn.choices.map((choice) => ({
-    model: choice.model, text: choice.text, reward: finite(choice.tandem?.reward), kl: finite(choice.tandem?.kl), tokens: choice.length,
+    model: choice.model, text: said(choice), reward: finite(choice.tandem?.reward), kl: finite(choice.tandem?.kl), tokens: choice.length,
   }));
   const saved = await post("/v1/votes", { id: turn.voteId, messages: turn.messages, answers, verdict, winner, rewrite, seed: turn.seed, blind: turn.blind, who: voter() });
   return { id: saved.id || turn.voteId, told: [told(turn, winner), await agreed()].filter(Boolean).join(" ") };
@@ -81,9 +82,13 @@ export async function votesView(holder, query, { left }) {
     return h("article", { class: "panel" }, h("div", { class: "head" }, h("p", { class: "prompt", dir: "auto" }, asked), button("Undo", async () => {
       try { await undoVote(vote.id); say("The vote is undone."); await draw(); } catch (error) { say(error.message); }
     }, { class: "quiet", "aria-label": `Undo the vote on: ${asked.slice(0, 60)}` })),
-    h("div", { class: "answers" }, (vote.answers || []).map((answer, i) => h("div", { class: "answer" }, h("div", { class: "head" }, h("b", {}, answer.model || `answer ${i + 1}`), i === vote.winner ? h("span", { class: "badge" }, "better") : "", h("span", { class: "score" }, `reward ${Number.isFinite(number(answer.reward)) ? signed(answer.reward) : "–"}`)), h("p", { class: "text", dir: "auto" }, answer.text ?? answer.content ?? "")))),
-    vote.rewrite ? h("p", { class: "text", dir: "auto" }, h("b", {}, "rewritten: "), vote.rewrite) : "",
+    h("div", { class: "answers" }, (vote.answers || []).map((answer, i) => h("div", { class: "answer" }, h("div", { class: "head" }, h("b", {}, answer.model || `answer ${i + 1}`), i === vote.winner ? h("span", { class: "badge" }, "better") : "", h("span", { class: "score" }, `reward ${Number.isFinite(number(answer.reward)) ? signed(answer.reward) : "–"}`)), spokenText(answer.text ?? answer.content ?? "")))),
+    vote.rewrite ? spokenText(vote.rewrite, h("b", {}, "rewritten: ")) : "",
     h("p", { class: "soft small" }, [NAMES[vote.verdict] || vote.verdict, vote.who && `by ${vote.who}`, when(number(vote.created))].filter(Boolean).join(" · ")));
+  }
+  function spokenText(whole, ...before) {
+    const { thoughts, text } = parted(whole), folded = { text: text || " " };
+    return [thoughts ? thoughtsOf(folded, h("p", { class: "text", dir: "auto" }, thoughts)) : "", h("p", { class: "text", dir: "auto" }, before, text)];
   }
   await draw();
   const timer = window.setInterval(() => { if (!document.hidden && !body.contains(document.activeElement)) draw(); }, 5000);
