@@ -108,6 +108,8 @@ class ChatTemplate:
         self._rendered.frame, self.lead, self.thoughts = frame, frame.lead, frame.thoughts
         found = control.find(after)
         self.terminator = after[found[0].start : found[0].end] if found else ""
+        if self.terminator and self.terminator in self.thoughts.between:
+            self.thoughts = replace(self.thoughts, stops=self.terminator)
         self.calls.opening = self.opening
         self.calls.lead, self.calls.terminator = self.lead, self.terminator
         self.calls.thoughts = self.thoughts

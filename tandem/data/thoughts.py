@@ -47,6 +47,7 @@ class ThoughtForm:
     between: from a thought to the words, with white space, if the template showed it.
     before: what stands before joined thoughts that the prompt does not begin.
     as_written: whether the content is written as it is, also where its thought is empty.
+    stops: the string that ends answers, if it is in `between` too: generation would stop there.
     """
 
     how: str = ""
@@ -58,6 +59,7 @@ class ThoughtForm:
     gap: str = ""
     before: str = ""
     as_written: bool = False
+    stops: str = ""
 
     def split(self, text: str) -> tuple[str, str] | None:
         """The thoughts and the words of an answer, with their white space; None without thoughts,
@@ -186,17 +188,21 @@ def thoughts_apart(
         name: the template's, for messages.
     Raises:
         DataError: the last turn is an answer with thoughts, and the template's prompts end with a
-            thought that is over.
+            thought that is over, or it ends thoughts by the token that ends answers.
     """
     messages = [_whole(turn) for turn in messages]
     last = messages[-1]
-    if form.is_over and last.role == "assistant" and form.split(last.content):
-        raise DataError(
-            f"{where}: an answer must have no thoughts with the {name}, whose prompts end with a "
-            f"thought that is over; got {excerpt(last.content)}. Remove them, or use a "
-            "chat_template by which the assistant thinks."
-        )
-    return [form.apart(turn) if turn.role == "assistant" else turn for turn in messages]
+    if not (form.is_over or form.stops) or last.role != "assistant" or not form.split(last.content):
+        return [form.apart(turn) if turn.role == "assistant" else turn for turn in messages]
+    if form.is_over:
+        why = "whose prompts end with a thought that is over"
+    else:
+        why = f"which ends them by {form.stops}, where generation ends the whole answer"
+    raise DataError(
+        f"{where}: an answer must have no thoughts with the {name}, {why}; got "
+        f"{excerpt(last.content)}. Remove them, or use a chat_template by which the assistant "
+        "thinks and goes on."
+    )
 
 
 def _whole(turn: Message) -> Message:

@@ -148,6 +148,17 @@ def test_a_prompt_that_ends_with_a_thought_that_is_over() -> None:
         renderer.conversation([USER], THOUGHT, SOURCE)
 
 
+def test_a_template_that_ends_thoughts_as_it_ends_answers() -> None:
+    """As Solar Open's: generation would stop behind the thought."""
+    own = "{% if m.reasoning %}<think>{{ m.reasoning }}<|im_end|><|im_start|>assistant\n{% endif %}"
+    tokenizer = byte_level(CHATML.replace("{{ m.content }}", f"{own}{{{{ m.content }}}}"))
+    renderer = Renderer(tokenizer)
+    assert renderer.thoughts.how == "reasoning"
+    assert tokenizer.decode(answer_of(renderer, [USER], "yes")) == "yes<|im_end|>"
+    with pytest.raises(DataError, match=r"which ends them by <\|im_end\|>, where generation ends"):
+        renderer.conversation([USER], THOUGHT, SOURCE)
+
+
 def test_a_template_that_takes_its_own_tags_out() -> None:
     """As Gemma 4's: the model writes a channel, which any answered turn lacks."""
     text = "{{ m.content.split('[/THINK]')[-1] if '[THINK]' in m.content else m.content }}"
