@@ -128,12 +128,14 @@ class ThoughtForm:
     def apart(self, turn: Message) -> Message:
         """The assistant's turn with its thoughts apart from its words, as the template takes both:
         `given` writes them. Unchanged without thoughts, or if the template takes none."""
-        found = self.split(turn.content) if self.how else None
+        found = self.split(turn.content) if self.how or self.is_over else None
         if found is None:
             return turn
         thoughts, words = found
         if not thoughts.strip() and not self.as_written:  # what the template writes for none
             return replace(turn, content=words.lstrip("\n"))
+        if not self.how:
+            return turn
         if self.how == "content":  # as it was written
             kept = self.gap + thoughts.lstrip() if self.in_prompt else thoughts
             return replace(turn, thoughts=kept or "\n", content=words)
@@ -192,7 +194,8 @@ def thoughts_apart(
     """
     messages = [_whole(turn) for turn in messages]
     last = messages[-1]
-    if not (form.is_over or form.stops) or last.role != "assistant" or not form.split(last.content):
+    found = form.split(last.content) if last.role == "assistant" else None
+    if not (form.is_over or form.stops) or found is None or not found[0].strip():
         return [form.apart(turn) if turn.role == "assistant" else turn for turn in messages]
     if form.is_over:
         why = "whose prompts end with a thought that is over"

@@ -30,11 +30,13 @@ from tandem.models.build import (
     set_dropout,
 )
 from tandem.models.classifiers import require_classifier
-from tandem.models.composite import KEY_MAPPING, is_beside_parts, other_parts
+from tandem.models.composite import KEY_MAPPING, decoder_names, is_beside_parts, other_parts
+from tandem.models.folder import read_headers
 from tandem.models.hf_logging import quiet
 from tandem.models.source import (
     Located,
     adapter_base,
+    files_of,
     keep_saved_dtype,
     load_config,
     locate,
@@ -163,10 +165,10 @@ def load_weights(
                 output_loading_info=True,
                 trust_remote_code=trust_remote_code,
                 local_files_only=source.offline,
-                ignore_mismatched_sizes=True,  # the report names them
                 **({"key_mapping": KEY_MAPPING} if is_named_otherwise else {}),
             )
     except Exception as error:  # a family's own code may raise anything for a wrong value
+        _require_sizes(source, config, scalar, trust_remote_code, error)
         raise ModelError(
             f"weights of {source.name!r} must be complete safetensors files that fit config.json; "
             f"got: {one_line(error)}. Copy or save the model again."
@@ -175,13 +177,6 @@ def load_weights(
     if is_named_otherwise:
         unexpected -= others
         del model._weight_conversions  # it is saved under its own class's names
-    if report["mismatched_keys"]:
-        name, found, expected = min(report["mismatched_keys"])
-        raise ModelError(
-            f"weights of {source.name!r} must have the sizes that config.json says; got {name} of "
-            f"{tuple(found)} instead of {tuple(expected)}. Correct config.json, or save the model "
-            "again."
-        )
     check_finite(model, source.name)
     if missing or unexpected:
         raise ModelError(
@@ -195,6 +190,31 @@ def load_weights(
     _tie_as_loaded(model)
     loaded: PreTrainedModel = model.eval()
     return loaded
+
+
+def _require_sizes(
+    source: Located,
+    config: PreTrainedConfig,
+    scalar: bool,
+    trust_remote_code: bool,
+    error: Exception,
+) -> None:
+    """Say which tensor of the files has another size than the model's, if one has."""
+    files = {tensor.name: tensor.shape for tensor in read_headers(files_of(source))}
+    try:
+        model = build_model(
+            config, scalar=scalar, on_meta=True, trust_remote_code=trust_remote_code
+        )
+    except Exception:  # no model of this config: the error tells more
+        return
+    own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    for name, key in decoder_names(files, own).items():
+        if own.get(name, files[key]) != files[key]:
+            raise ModelError(
+                f"weights of {source.name!r} must have the sizes that config.json says; got {name} "
+                f"of {files[key]} instead of {own[name]}. Correct config.json, or save the model "
+                "again."
+            ) from error
 
 
 def _tie_as_loaded(model: PreTrainedModel) -> None:

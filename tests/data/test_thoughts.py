@@ -144,6 +144,8 @@ def test_a_prompt_that_ends_with_a_thought_that_is_over() -> None:
     tokenizer = byte_level(over)
     renderer = Renderer(tokenizer)
     assert tokenizer.decode(answer_of(renderer, [USER], "yes")) == "yes<|im_end|>"
+    empty = "<think>\n\n</think>\n\nyes"
+    assert tokenizer.decode(answer_of(renderer, [USER], empty)) == "yes<|im_end|>"
     with pytest.raises(DataError, match=r"rows.jsonl:3: an answer must have no thoughts with"):
         renderer.conversation([USER], THOUGHT, SOURCE)
 
@@ -157,6 +159,8 @@ def test_a_template_that_ends_thoughts_as_it_ends_answers() -> None:
     assert tokenizer.decode(answer_of(renderer, [USER], "yes")) == "yes<|im_end|>"
     with pytest.raises(DataError, match=r"which ends them by <\|im_end\|>, where generation ends"):
         renderer.conversation([USER], THOUGHT, SOURCE)
+    for empty in ("<think>\n\n</think>\n\nyes", "<think></think>yes"):
+        assert tokenizer.decode(answer_of(renderer, [USER], empty)) == "yes<|im_end|>"
 
 
 def test_a_template_that_takes_its_own_tags_out() -> None:

@@ -169,11 +169,10 @@ def test_thoughts_are_folded_and_votes_keep_them(page: Any, run: Path) -> None:
     box.fill("It is four.")
     page.get_by_role("button", name="Save").click()
     page.get_by_text("Voted: rewrite").wait_for()
-    told = "<think>\nTwo and two."
+    told = "<think>\nTwo and two.\n</think>\n\n"
     rows = [json.loads(line) for line in (run / "votes.jsonl").read_text("utf-8").splitlines()]
-    assert [(row["chosen"], row["rejected"]) for row in rows] == [
-        (f"{told}\n</think>\n\nIt is four.", f"{told}\n</think>\n\nFour."),
-        (f"{told}\n</think>\n\nIt is four.", told),
+    assert [(row["chosen"], row["rejected"]) for row in rows] == [  # no words, no pair
+        (f"{told}It is four.", f"{told}Four.")
     ]
     page.get_by_label("Your message").fill("Sure?")
     page.get_by_role("button", name="Send", exact=True).click()

@@ -5,12 +5,11 @@ import { h } from "./dom.js";
 const BEGINS = "<think>\n", ENDS = "\n</think>\n\n";
 
 /**
- * An answer in one text, as training data has it. Thoughts without words have not ended; words that
- * have thoughts of their own keep these.
+ * An answer in one text, as training data has it. Thoughts without words have not ended, and data
+ * cannot say so: they are left out. Words that have thoughts of their own keep these.
  */
 export function said({ thoughts, text }) {
-  if (!thoughts || text.trimStart().startsWith("<think>")) return text;
-  return text ? BEGINS + thoughts + ENDS + text : BEGINS + thoughts;
+  return !thoughts || !text || text.trimStart().startsWith("<think>") ? text : BEGINS + thoughts + ENDS + text;
 }
 
 /** The thoughts and the words of an answer in one text. */
