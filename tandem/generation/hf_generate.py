@@ -30,6 +30,7 @@ from tandem.errors import ModelError
 from tandem.generation.observed import observe, read_observed
 from tandem.generation.sampler import Draw, TokenCounts
 from tandem.generation.scheduler import Request
+from tandem.models.selfcheck import random_rows
 from tandem.models.source import positions_in
 from tandem.models.twin import rope_border, running
 from tandem.text import first_line
@@ -103,7 +104,7 @@ def _padding_enters(model: PreTrainedModel) -> bool:
     if any(word in kind for kind in kinds for word in ("compressed", "sparse")):
         return True  # though it shows only past the length of such a block
     if model not in _padded:
-        alone, padded = (_greedy(model, [prompt], 2, pad=pad) for prompt, pad in _WITH_PADDING)
+        alone, padded = (_greedy(model, [(1, 2, 3)], 2, pad=pad) for pad in (0, 3))
         apart = (alone.logits - padded.logits).abs()
         size, eps = float(alone.logits.abs().max().clamp_min(1.0)), torch.finfo(model.dtype).eps
         # What a recurrent state sees may be little at first.
@@ -112,9 +113,6 @@ def _padding_enters(model: PreTrainedModel) -> bool:
             bool(apart[0].max() <= first * size) and bool(apart.max() <= 4 * math.sqrt(eps) * size)
         )
     return _padded[model]
-
-
-_WITH_PADDING: tuple[tuple[tuple[int, ...], int], ...] = (((1, 2, 3), 0), ((1, 2, 3), 3))
 
 
 class _Greedy(NamedTuple):
@@ -168,16 +166,11 @@ def check_generation(model: PreTrainedModel) -> float:
     Raises:
         ModelError: they differ by more than rounding, or one of them fails.
     """
-    config = model.config.get_text_config()
-    generator = torch.Generator().manual_seed(0)
-    room = (positions_in(config) or _NEW_TOKENS + max(_LENGTHS)) - _NEW_TOKENS
-    if room < 1:
+    limit = positions_in(model.config)
+    if limit is not None and limit <= _NEW_TOKENS:
         return 0.0
-    prompts = [
-        torch.randint(config.vocab_size, (min(n, room),), generator=generator).tolist()
-        for n in _LENGTHS
-    ]
-    runs, apart, size = running(model), 0.0, 1.0
+    prompts = [row.tolist() for row in random_rows(model, _LENGTHS, room=_NEW_TOKENS)]
+    family, runs, apart, size = model.config.model_type, running(model), 0.0, 1.0
     try:
         together = [[prompt] for prompt in prompts] if _padding_enters(model) else [prompts]
         for group in together:
@@ -196,12 +189,12 @@ def check_generation(model: PreTrainedModel) -> float:
         raise
     except (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError) as error:
         raise ModelError(
-            f"family {config.model_type!r} must generate by transformers' generate; got "
+            f"family {family!r} must generate by transformers' generate; got "
             f"{type(error).__name__}: {first_line(error)}. {_OTHER}"
         ) from error
     if not apart <= 4 * math.sqrt(torch.finfo(model.dtype).eps) * size:
         raise ModelError(
-            f"family {config.model_type!r} must generate by the probabilities that its forward "
+            f"family {family!r} must generate by the probabilities that its forward "
             f"computes; got a difference of {apart:.3g} nats from transformers' generate. {_OTHER}"
         )
     return apart

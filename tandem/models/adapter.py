@@ -105,7 +105,7 @@ def save_adapter(
     units = [plain_unit({name: weight}) for name, weight in weights.items()]
     write_files(target, [WeightFile(ADAPTER_WEIGHTS, units, metadata)], writers)
     if writers.is_first:
-        text = json.dumps(_peft_config(model, base_path), indent=2, sort_keys=True)
+        text = json.dumps(_peft_config(model, base_path, there), indent=2, sort_keys=True)
         (target / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
@@ -147,9 +147,10 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> list[str]:
     return names
 
 
-def _peft_config(model: PreTrainedModel, base_path: str | Path) -> dict[str, Any]:
+def _peft_config(
+    model: PreTrainedModel, base_path: str | Path, there: Callable[[str], str]
+) -> dict[str, Any]:
     layers = lora_layers(model)
-    there = _names_in_base(model, base_path)
     base = Path(base_path).expanduser()
     classifies = scalar_head(model) is not None
     return {

@@ -96,10 +96,9 @@ def decoder_names(stored: Iterable[str], own: Iterable[str]) -> dict[str, str]:
         stored: names in the files. own: the model's.
     """
     stored = list(stored)
-    beside = [name for name in stored if re.match(_DECODER, name)]
-    if not beside or any(re.match(_DECODER, name) for name in own):
+    if not is_beside_parts(stored) or is_beside_parts(own):
         return {name: name for name in stored}
-    found = {re.sub(_DECODER, "", name): name for name in beside}
+    found = {re.sub(_DECODER, "", name): name for name in stored if re.match(_DECODER, name)}
     return found | {name: name for name in stored if name.startswith(_HEADS)}
 
 

@@ -151,7 +151,7 @@ def load_weights(
     _refuse_pickle(source)
     names = read_names(source)
     others = other_parts(names)
-    is_named_otherwise = bool(others) or bool(whole_family(source) and is_beside_parts(names))
+    is_named_otherwise = bool(others or (whole_family(source) and is_beside_parts(names)))
     kind: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     stored = config.dtype  # from_pretrained writes the type that it is told into the config
     try:

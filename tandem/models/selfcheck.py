@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from tandem.errors import ModelError
 from tandem.models.modes import evaluating
+from tandem.models.source import positions_in
 from tandem.models.twin import decodes, kv_shapes, own_forwards, running, twin_of
 from tandem.ops.attention_context import BLOCK_TOKENS, Decode, KVMemory, Packed, attending
 
@@ -82,7 +83,8 @@ def check_twin(
     Raises:
         ModelError: the twin's logits, or their likeliest tokens, differ from the model's.
     """
-    rows, family, advice = _random_rows(model, seed), model.config.model_type, _advice(model)
+    rows = random_rows(model, _LENGTHS, seed=seed)
+    family, advice = model.config.model_type, _advice(model)
     with evaluating(model):
         runs = running(model)
         full = torch.cat([runs(input_ids=row[None], use_cache=False).logits[0] for row in rows])
@@ -100,15 +102,14 @@ def check_twin(
     return Agreement(is_equal, float(gap.mean()), float(gap.max()), to_model)
 
 
-def _random_rows(model: PreTrainedModel, seed: int) -> list[Tensor]:
-    """Two rows of tokens, of different lengths."""
-    config = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None) or max(_LENGTHS)
+def random_rows(
+    model: PreTrainedModel, lengths: Sequence[int], *, room: int = 0, seed: int = 0
+) -> list[Tensor]:
+    """Rows of tokens of these lengths, or as long as positions leave `room` behind them."""
+    most = (positions_in(model.config) or max(lengths) + room) - room
+    vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(seed)
-    rows = [
-        torch.randint(config.vocab_size, (min(length, limit),), generator=generator)
-        for length in _LENGTHS
-    ]
+    rows = [torch.randint(vocabulary, (min(n, most),), generator=generator) for n in lengths]
     return [row.to(model.device) for row in rows]
 
 
