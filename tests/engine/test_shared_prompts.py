@@ -24,9 +24,8 @@ from tandem.models.beginnings import PromptGroup
 from tandem.parallel.dtensor import whole
 from tandem.parallel.world import World
 from tandem.types import TokenBatch
+from tests.models.alike_rows import PROMPTS, beginning_batch, grouped_batch
 from tests.models.families import tiny_model, tiny_scalar
-from tests.models.test_beginnings import PROMPTS, beginning_batch
-from tests.models.test_shared_prompts import grouped_batch
 from tests.ranks import on_ranks
 
 ROWS = [(13, (9, 1, 17, 4)), (3, (6,)), (33, (2, 2, 5)), (1, (4, 12))]

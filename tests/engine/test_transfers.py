@@ -26,8 +26,8 @@ from tandem.ops import gpu
 from tandem.parallel.world import World
 from tandem.training.algorithm import actor_loss, algorithm_of, critic_loss
 from tandem.types import Experience, TokenBatch
+from tests.models.alike_rows import GROUPS, grouped_batch
 from tests.models.families import ragged_batch, tiny_model, tiny_scalar
-from tests.models.test_shared_prompts import GROUPS, grouped_batch
 from tests.ops.counting import on_meta
 
 META = torch.device("meta")

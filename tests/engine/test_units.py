@@ -9,7 +9,7 @@ from tandem.engine.units import Load, Unit, balanced_units, filled
 from tandem.models.beginnings import Beginning, PromptGroup, prompt_groups
 from tandem.models.packed import packed_rows
 from tandem.parallel.world import World
-from tests.models.test_beginnings import PROMPTS, beginning_batch
+from tests.models.alike_rows import PROMPTS, beginning_batch
 
 S, T = Beginning(0, 64), Beginning(1, 96)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from .families import LLAMA, TOKEN_IDS, config_of
+from .families import LLAMA, OPT, TOKEN_IDS, config_of
 
 _FOUR = LLAMA | {"num_hidden_layers": 4}
 _MIXED = _FOUR | {
@@ -352,15 +352,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "olmo3": _MIXED,
     "olmoe": LLAMA | _EXPERTS,
     "openai-gpt": _GPT,
-    "opt": {
-        "hidden_size": 32,
-        "word_embed_proj_dim": 16,
-        "ffn_dim": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-        "init_std": 0.2,
-    },
+    "opt": OPT,
     "persimmon": {k: v for k, v in LLAMA.items() if k != "head_dim"},
     "phi": LLAMA,
     "phi3": LLAMA | {"sliding_window": 5},

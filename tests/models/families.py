@@ -47,17 +47,17 @@ LLAMA = {
     "initializer_range": 0.2,
     "tie_word_embeddings": False,
 }
+OPT = {
+    "hidden_size": 32,
+    "word_embed_proj_dim": 16,
+    "ffn_dim": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "init_std": 0.2,
+}
 _CONFIGS: dict[str, dict[str, Any]] = {
-    "opt": {
-        "hidden_size": 32,
-        "word_embed_proj_dim": 16,
-        "ffn_dim": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-        "init_std": 0.2,
-        "dropout": 0.1,
-    },
+    "opt": OPT | {"dropout": 0.1},
     "llama": LLAMA,
     "gpt2": {
         "n_embd": 32,

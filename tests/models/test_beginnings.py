@@ -2,60 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from tandem.config.schema import LoraConfig
-from tandem.engine.forward import response_logprobs, sequence_scores, token_values
+from tandem.engine.forward import response_logprobs
 from tandem.models.beginnings import PromptGroup, common_tokens, prompt_groups
-from tandem.models.lora import add_lora
 from tandem.models.packed import hidden_states, packed_rows, predictor_states, shares_prompts
-from tandem.models.recompute import enable_gradient_checkpointing
-from tandem.ops import attention, native
+from tandem.ops import native
 from tandem.types import TokenBatch
 
-from .families import VOCABULARY, tiny_model, tiny_scalar
-from .test_shared_prompts import require_same, unshared
-
-PROMPTS = {
-    # A system prompt of 24 tokens: 16 of them are shared.
-    "one answer": (("s", 7, (5,)), ("s", 11, (1,)), ("s", 3, (9,))),
-    # Of 40 tokens and of 24, which the other begins with; and a prompt without any.
-    "in each other": (("st", 5, (4, 2)), ("s", 8, (3,)), ("", 20, (6, 1, 2)), ("st", 9, (7,))),
-    # A prompt that is the beginning itself, whole blocks of it, with several answers and with one.
-    "nothing of their own": (("t", 0, (3, 8)), ("t", 17, (2,)), ("ts", 0, (5,)), ("t", 1, (1, 1))),
-}
-"""Per prompt: what it begins with, tokens of its own, and of each answer."""
-ALIKE = {"s": 24, "t": 16}
-
-
-def beginning_batch(prompts: Sequence[tuple[str, int, Sequence[int]]]) -> TokenBatch:
-    """Rows of random tokens, those of all prompts mixed with each other."""
-    generator = torch.Generator().manual_seed(3)
-
-    def ids(count: int) -> Tensor:
-        return torch.randint(3, VOCABULARY, (count,), generator=generator)
-
-    alike = {name: ids(count) for name, count in ALIKE.items()}
-    parts = []
-    for begins, own, answers in prompts:
-        prompt = torch.cat([*(alike[name] for name in begins), ids(own)])
-        parts.append([(prompt, ids(count)) for count in answers])
-    rows = [row for turn in itertools.zip_longest(*parts) for row in turn if row is not None]
-    width = max(len(prompt) + len(answer) for prompt, answer in rows)
-    token_ids = torch.zeros((len(rows), width), dtype=torch.long)
-    real, answered = (torch.zeros_like(token_ids, dtype=torch.bool) for _ in range(2))
-    for i, (prompt, answer) in enumerate(rows):
-        end = len(prompt) + len(answer)
-        token_ids[i, :end] = torch.cat([prompt, answer])
-        real[i, :end] = True
-        answered[i, len(prompt) : end] = True
-    return TokenBatch(token_ids, real, answered)
+from .alike_rows import PROMPTS, beginning_batch
+from .families import tiny_model
+from .test_shared_prompts import require_same
 
 
 def each_alone(forward: Callable[[TokenBatch], Tensor], batch: TokenBatch) -> list[Tensor]:
@@ -158,40 +119,6 @@ def test_a_row_has_the_bits_that_it_has_alone() -> None:
         together = response_logprobs(model, batch)[0]
         alone = each_alone(lambda row: response_logprobs(model, row)[0], batch)
     assert torch.equal(together, torch.cat(alone))
-
-
-@pytest.mark.parametrize("family", ["llama", "opt", "gemma2"])
-@pytest.mark.parametrize("function", [token_values, sequence_scores])
-def test_values_and_scores(
-    family: str,
-    function: Callable[[PreTrainedModel, TokenBatch], Tensor],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, batch = tiny_scalar(family), beginning_batch(PROMPTS["in each other"])
-    require_same(model, lambda: function(model, batch), monkeypatch)
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
-def test_plain_torch_writes_the_sequences_out(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_native", lambda dtype: False)
-    model, batch = tiny_model(family), beginning_batch(PROMPTS["in each other"])
-    # torch's own kernels add up in another order for other shapes.
-    require_same(model, lambda: response_logprobs(model, batch)[0], monkeypatch, within=4e-6)
-
-
-def test_gradient_checkpointing_and_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = tiny_model("llama").train(), beginning_batch(PROMPTS["in each other"])
-    add_lora(model, LoraConfig(rank=2), seed=1)
-    enable_gradient_checkpointing(model)
-    require_same(model, lambda: response_logprobs(model, batch)[0], monkeypatch)
-
-
-def test_bfloat16_forward_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = tiny_model("llama").bfloat16(), beginning_batch(PROMPTS["in each other"])
-    with torch.no_grad():
-        shared = predictor_states(model, batch)
-        unshared(monkeypatch)
-        assert torch.equal(shared, predictor_states(model, batch))
 
 
 def test_answers_in_earlier_turns_keep_their_own_loss(monkeypatch: pytest.MonkeyPatch) -> None:

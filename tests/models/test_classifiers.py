@@ -26,6 +26,7 @@ from tandem.models.scalar import (
 
 from . import families
 from .families import LLAMA, TOKEN_IDS, perturbed, ragged_batch, saved, scaled
+from .hybrid_families import HYBRIDS
 
 _MIXTURE = LLAMA | {
     "num_experts": 4,
@@ -54,24 +55,15 @@ WITHOUT_A_CLASS: dict[str, dict[str, Any]] = {
         "layer_types": ["chunked_attention", "full_attention"],
     },
     "mamba": _STATES,
-    "mamba2": _STATES | {"head_dim": 8, "num_heads": 8, "n_groups": 1, "chunk_size": 8},
+    "mamba2": HYBRIDS["mamba2"],
     "olmoe": _MIXTURE,
-    "recurrent_gemma": {
-        "hidden_size": 32,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "lru_width": 32,
-        "attention_window_size": 8,
-        "block_types": ["recurrent", "recurrent", "attention"],
-    },
+    "recurrent_gemma": HYBRIDS["recurrent_gemma"],
     "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4},
 }
 
 
 def config_of(family: str) -> PreTrainedConfig:
-    return families.config_of(family, **TOKEN_IDS, **WITHOUT_A_CLASS[family])
+    return families.config_of(family, **(TOKEN_IDS | WITHOUT_A_CLASS[family]))
 
 
 @pytest.mark.parametrize("family", WITHOUT_A_CLASS)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,36 +19,8 @@ from tandem.models.recompute import enable_gradient_checkpointing
 from tandem.ops import attention, native
 from tandem.types import TokenBatch
 
-from .families import VOCABULARY, tiny_model, tiny_scalar
-
-GROUPS = {
-    "one": ((7, (3,)),),
-    "pair": ((16, (1, 5)), (5, (2,))),
-    "ragged": ((13, (9, 1, 17, 4)), (3, (6,)), (33, (2, 2, 5)), (1, (4, 12))),
-    "nine": ((18, (1, 2, 3, 4, 5, 6, 7, 8, 9)),),
-}
-"""Per group of rows: tokens of the prompt, and of each response."""
-
-
-def grouped_batch(groups: Sequence[tuple[int, Sequence[int]]], seed: int = 0) -> TokenBatch:
-    """Rows of random tokens, the rows of all groups mixed with each other."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def ids(count: int) -> Tensor:
-        return torch.randint(3, VOCABULARY, (count,), generator=generator)
-
-    parts = [[(prompt, ids(n)) for n in answers] for prompt, answers in
-             ((ids(length), answers) for length, answers in groups)]  # fmt: skip
-    rows = [row for turn in itertools.zip_longest(*parts) for row in turn if row is not None]
-    width = max(len(prompt) + len(answer) for prompt, answer in rows)
-    token_ids = torch.zeros((len(rows), width), dtype=torch.long)
-    real, answered = (torch.zeros_like(token_ids, dtype=torch.bool) for _ in range(2))
-    for i, (prompt, answer) in enumerate(rows):
-        end = len(prompt) + len(answer)
-        token_ids[i, :end] = torch.cat([prompt, answer])
-        real[i, :end] = True
-        answered[i, len(prompt) : end] = True
-    return TokenBatch(token_ids, real, answered)
+from .alike_rows import BATCHES, GROUPS, grouped_batch
+from .families import tiny_model, tiny_scalar
 
 
 def unshared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,34 +127,41 @@ def test_every_number_of_answers(count: int, monkeypatch: pytest.MonkeyPatch) ->
     require_same(model, lambda: response_logprobs(model, batch)[0], monkeypatch)
 
 
+@pytest.mark.parametrize("rows", BATCHES)
 @pytest.mark.parametrize("family", ["llama", "opt", "gemma2"])
 @pytest.mark.parametrize("function", [token_values, sequence_scores])
 def test_values_and_scores(
     family: str,
     function: Callable[[PreTrainedModel, TokenBatch], Tensor],
+    rows: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, batch = tiny_scalar(family), grouped_batch(GROUPS["ragged"])
+    model, batch = tiny_scalar(family), BATCHES[rows]
     require_same(model, lambda: function(model, batch), monkeypatch)
 
 
+@pytest.mark.parametrize("rows", BATCHES)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
-def test_plain_torch_writes_the_sequences_out(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_torch_writes_the_sequences_out(
+    family: str, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "_native", lambda dtype: False)
-    model, batch = tiny_model(family), grouped_batch(GROUPS["ragged"])
+    model, batch = tiny_model(family), BATCHES[rows]
     # torch's own kernels add up in another order for other shapes.
     require_same(model, lambda: response_logprobs(model, batch)[0], monkeypatch, within=4e-6)
 
 
-def test_gradient_checkpointing_and_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = tiny_model("llama").train(), grouped_batch(GROUPS["ragged"])
+@pytest.mark.parametrize("rows", BATCHES)
+def test_gradient_checkpointing_and_adapters(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = tiny_model("llama").train(), BATCHES[rows]
     add_lora(model, LoraConfig(rank=2), seed=1)
     enable_gradient_checkpointing(model)
     require_same(model, lambda: response_logprobs(model, batch)[0], monkeypatch)
 
 
-def test_bfloat16_forward_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = tiny_model("llama").bfloat16(), grouped_batch(GROUPS["ragged"])
+@pytest.mark.parametrize("rows", BATCHES)
+def test_bfloat16_forward_is_the_same(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = tiny_model("llama").bfloat16(), BATCHES[rows]
     with torch.no_grad():
         shared = predictor_states(model, batch)
         unshared(monkeypatch)
