@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
@@ -237,6 +238,23 @@ class CompiledSide(HFSide):
         return config
 
 
+def continuous_batching_fault(work: GenerationWork) -> str | None:
+    """What hinders this version of transformers from answering all of `work` by `generate_batch`;
+    None: nothing that is known."""
+    version = transformers.__version__
+    if version.startswith("5.17.") and work.samples_per_prompt > 1:
+        return (
+            f"transformers {version} returns the first of a prompt's answers alone: its "
+            "generate_batch puts results in order by the prompts' names and drops the others"
+        )
+    if version.startswith("5.24.") and work.shape["model_type"] == "opt":
+        return (
+            f"transformers {version} cannot run opt: its forward calls get_seq_length, which the "
+            "cache of generate_batch (PagedAttentionCache) has not"
+        )
+    return None
+
+
 class ContinuousBatchingSide(HFSide):
     """transformers' continuous batching, `model.generate_batch`, with what suits it best.
 
@@ -281,9 +299,11 @@ class ContinuousBatchingSide(HFSide):
         outputs = list(by_request.values())
         errors = [output.error for output in outputs if output.error is not None]
         if errors or len(outputs) != self.work.num_answers:
+            fault = continuous_batching_fault(self.work)
             raise RuntimeError(
                 f"generate_batch must answer {self.work.num_answers} times; got {len(outputs)} "
                 f"answers, {len(errors)} failed: {errors[:1]}."
+                + (f" {fault}. Try another version." if fault else "")
             )
         return outputs
 

@@ -232,7 +232,7 @@ def stream(
         logits = output.logits[:, -1]
         cache = cache or {
             name: found
-            for name in ("past_key_values", "cache_params")
+            for name in _cache_names(model)
             if (found := getattr(output, name, None)) is not None
         }
         draw, new = draw_next.draw(logits), 1
@@ -252,8 +252,14 @@ def _new_cache(model: PreTrainedModel) -> dict[str, Any]:
     """The argument for an empty cache; none for a family that makes one of its own kind."""
     if not model._supports_default_dynamic_cache():  # type: ignore[operator]
         return {}
-    name = "cache_params" if "cache_params" in _arguments(model) else "past_key_values"
-    return {name: DynamicCache(config=model.config)}
+    return {_cache_names(model)[0]: DynamicCache(config=model.config)}
+
+
+def _cache_names(model: PreTrainedModel) -> Sequence[str]:
+    """What the family's forward, and then its output, call the cache: `cache` from transformers
+    5.24 on, which warns of the names from before. Older ones say that of recurrent layers first."""
+    names = ("cache", "cache_params", "past_key_values")
+    return [name for name in names if name in _arguments(model)] or ["past_key_values"]
 
 
 def _places(model: PreTrainedModel, ids: Sequence[int], new: int) -> dict[str, Tensor]:

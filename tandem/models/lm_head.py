@@ -36,8 +36,9 @@ class _GivenOutput(BaseModelOutputWithPastAndCrossAttentions):
     """Hidden states, and every other output that some family's forward passes on, all None."""
 
     router_logits: tuple[Tensor, ...] | None = None
-    cache_params: Any = None
     shared_kv_states: Any = None
+    # No field: transformers from 5.24 on warns of the name when one is set.
+    cache_params = None
 
 
 class _GivenStates(nn.Module):

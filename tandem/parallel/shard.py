@@ -36,6 +36,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from tandem.parallel.integers import shard_integers
 from tandem.parallel.world import World
 from tandem.parallel.zeropp import QuantizedTraffic
 
@@ -245,6 +246,7 @@ def _split(model: nn.Module, blocks: Sequence[nn.Module], plan: ShardPlan, world
             cast_forward_inputs=False,
         ),
     }
+    shard_integers()
     after_forward: bool | int = plan.stage == 3
     if plan.stage == 3 and plan.hpz and 1 < world.ranks_per_node < world.size:
         after_forward = world.ranks_per_node

@@ -17,6 +17,7 @@ from bench.generation_sides import (
     ContinuousBatchingSide,
     GenerationWork,
     TandemSide,
+    continuous_batching_fault,
     generation_start,
     require_whole,
 )
@@ -45,6 +46,7 @@ def test_every_side_answers_all_prompts_anew_each_time(
     work: GenerationWork, side: str, shape: Any
 ) -> None:
     work = replace(work, shape=shape)
+    _skip_what_upstream_breaks(work, side)
     start = generation_start(work)
     built = SIDES[side](work, start)
     first, second = (built.answers(built.generate(number, 10)) for number in (1, 2))
@@ -58,12 +60,18 @@ def test_every_side_answers_all_prompts_anew_each_time(
 def test_a_side_answers_the_prompt_that_it_was_given(work: GenerationWork, side: str) -> None:
     """With a head that says the last prompt's token again, the answers name their prompts."""
     work = replace(work, ends=False, max_new_tokens=4)
+    _skip_what_upstream_breaks(work, side)
     start = generation_start(work)
     _echo(start.model)
     built = SIDES[side](work, start)
     answers = built.answers(built.generate(1, 4))
     last = [row.token_ids[-1] for row in start.prompts for _ in range(2)]
     assert [answer[0] for answer in answers] == last
+
+
+def _skip_what_upstream_breaks(work: GenerationWork, side: str) -> None:
+    if side == "hf-cb" and (fault := continuous_batching_fault(work)):
+        pytest.skip(fault)
 
 
 @torch.no_grad()
