@@ -6,6 +6,7 @@ call, which sequences stand side by side (`Packed`) or which rows continue by a 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,12 +33,32 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShape:
-    """What one attention layer keeps per token: kv_heads keys and as many values."""
+class StateShape:
+    """What one layer keeps of a sequence, however long it is.
 
-    kv_heads: int
-    key_width: int
-    value_width: int
+    conv: (W - 1, C), the last inputs of a causal convolution of W tokens over C channels.
+    matrix: (H, K, V), the state of a linear recurrence.
+    """
+
+    conv: tuple[int, int] = (0, 0)
+    matrix: tuple[int, int, int] = (0, 0, 0)
+
+    def bytes_per_sequence(self, dtype: torch.dtype) -> int:
+        """Of both; matrices are float32."""
+        return math.prod(self.conv) * dtype.itemsize + math.prod(self.matrix) * 4
+
+
+NO_STATE = StateShape()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps: per token kv_heads keys and as many values, per sequence `state`."""
+
+    kv_heads: int = 0
+    key_width: int = 0
+    value_width: int = 0
+    state: StateShape = NO_STATE
 
     @property
     def numbers_per_token(self) -> int:
@@ -50,7 +71,9 @@ class KVMemory:
 
     On a CPU a layer's keys are (blocks, heads, key_width, 16), transposed so that sixteen keys
     are read at once, and its values (blocks, heads, 16, value_width); on a GPU both are
-    (blocks, 16, heads, width).
+    (blocks, 16, heads, width). Layers that keep a state of a sequence have it beside that, in slots
+    that are numbered by themselves: inputs of a convolution (slots, W - 1, C), and matrices
+    (slots, H, K, V) in float32.
     """
 
     def __init__(
@@ -60,9 +83,10 @@ class KVMemory:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        num_slots: int = 0,
     ) -> None:
-        """Zeroed memory of `num_blocks` blocks per layer."""
-        self.num_blocks, self.shapes = num_blocks, tuple(shapes)
+        """Zeroed memory of `num_blocks` blocks and `num_slots` slots per layer."""
+        self.num_blocks, self.num_slots, self.shapes = num_blocks, num_slots, tuple(shapes)
         self.layers: list[tuple[Tensor, Tensor]] = []
         for shape in shapes:
             heads, key, value = shape.kv_heads, shape.key_width, shape.value_width
@@ -74,6 +98,25 @@ class KVMemory:
                 torch.zeros(num_blocks, *size, dtype=dtype, device=device) for size in sizes
             )
             self.layers.append((keys, values))
+        self.states = [
+            (
+                torch.zeros(num_slots, *shape.state.conv, dtype=dtype, device=device),
+                torch.zeros(num_slots, *shape.state.matrix, device=device),
+            )
+            for shape in shapes
+        ]
+
+    def copy_states(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy slots (m,) of every layer, for samples that go on from one prompt."""
+        for layer in self.states:
+            for tensor in layer:
+                if tensor.numel():
+                    tensor[targets] = tensor[sources]
+
+    def free(self) -> None:
+        """Let go of all of it."""
+        self.layers.clear()
+        self.states.clear()
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy blocks (m,) of every layer, for sequences that leave a shared prefix."""
@@ -156,6 +199,7 @@ class Packed:
         int32.
     before: what memory holds of the sequences already; None: nothing of any. max_length then
         counts that too.
+    slots: (B,) int64, where memory keeps the sequences' states; None: no layer has any.
     wanted: the tokens whose last states are asked for; None: all.
     """
 
@@ -166,6 +210,7 @@ class Packed:
     prefixes: Tensor | None = None
     before: Before | None = None
     wanted: Wanted | None = None
+    slots: Tensor | None = None
     _whole: list[WholeSequences] = field(default_factory=list, repr=False, compare=False)
 
     @staticmethod
@@ -237,24 +282,28 @@ class Decode:
 
     positions: (n,) int64, the new token's index in its sequence.
     block_tables: (n, max_blocks) int32; entry j of a row is the block of tokens 16 j to 16 j + 15.
+    slots: (n,) int64, where memory keeps the sequences' states; None: no layer has any.
     """
 
     positions: Tensor
     block_tables: Tensor
     memory: KVMemory
+    slots: Tensor | None = None
 
 
 @dataclass(slots=True)
 class Recording:
     """One sequence, to learn what each layer keeps and how far it sees.
 
-    shapes, windows: fill by layer index; a window of 0 is all keys.
+    shapes, windows: fill by the index of layers that attend; a window of 0 is all keys.
+    states: likewise, of layers that keep a state of their sequence.
     why_not: what a layer asks for that attention over packed sequences does not have.
     """
 
     packed: Packed
     shapes: dict[int, LayerShape] = field(default_factory=dict)
     windows: dict[int, int] = field(default_factory=dict)
+    states: dict[int, StateShape] = field(default_factory=dict)
     why_not: list[str] = field(default_factory=list)
 
 

@@ -42,6 +42,7 @@ UNITS = (
     "attention.cpp",
     "products_amx.cpp",
     "gemm.cpp",
+    "recurrence.cpp",
     "tuning.cpp",
     "threads.cpp",
 )

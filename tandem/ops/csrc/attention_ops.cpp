@@ -12,6 +12,7 @@
 #include "attention.h"
 #include "gradient.h"
 #include "kv_memory.h"
+#include "segments.h"
 #include "threads.h"
 
 namespace tandem {
@@ -52,41 +53,6 @@ void check_rows(const Tensor& q, const Tensor& k, const Tensor& v, const char* w
               k.scalar_type(), ", ", v.scalar_type(), ".");
 }
 
-void check_bounds(const Tensor& bounds, int64_t tokens, const char* where) {
-  TORCH_CHECK(bounds.dim() == 1 && bounds.size(0) > 0 && bounds.scalar_type() == at::kInt &&
-                  bounds.is_contiguous(),
-              where, " must get cu_seqlens (B + 1,) int32; got ", bounds.sizes(), " of ",
-              bounds.scalar_type(), ".");
-  const int32_t* at = bounds.const_data_ptr<int32_t>();
-  const int64_t count = bounds.size(0) - 1;
-  TORCH_CHECK(at[0] == 0 && at[count] == tokens && std::is_sorted(at, at + count + 1), where,
-              " must get cu_seqlens that rise from 0 to the number of tokens ", tokens, "; got ",
-              at[0], " to ", at[count], ".");
-}
-
-// Which segment each continues, if any (see Segments).
-std::optional<Tensor> checked_prefixes(const std::optional<Tensor>& prefixes, int64_t segments) {
-  if (!prefixes || !prefixes->defined()) return std::nullopt;
-  TORCH_CHECK(prefixes->dim() == 1 && prefixes->size(0) == segments &&
-                  prefixes->scalar_type() == at::kInt && prefixes->is_contiguous(),
-              "varlen_attention must get prefixes (", segments, ") int32; got ", prefixes->sizes(),
-              " of ", prefixes->scalar_type(), ".");
-  const int32_t* at = prefixes->const_data_ptr<int32_t>();
-  for (int64_t b = 0; b < segments; ++b) {
-    int64_t open = b - 1;  // the last segment, and what it continues
-    while (open > at[b] && open >= 0) open = at[open];
-    TORCH_CHECK(at[b] < 0 || open == at[b],
-                "a continuation must stand directly after its sequence; got prefix ", at[b],
-                " of segment ", b, ", which segment ", b - 1, " does not continue.");
-  }
-  return prefixes;
-}
-
-Segments segments_of(const Tensor& bounds, const std::optional<Tensor>& prefixes) {
-  return {bounds.const_data_ptr<int32_t>(),
-          prefixes ? prefixes->const_data_ptr<int32_t>() : nullptr, bounds.size(0) - 1};
-}
-
 Tensor dense_rows(const Tensor& x) {
   return x.stride(2) == 1 || x.size(2) <= 1 ? x : x.contiguous();
 }
@@ -110,7 +76,7 @@ Tensor run_forward(const Tensor& q_, const Tensor& k_, const Tensor& v_, const T
                    Tensor* lse) {
   check_rows(q_, k_, v_, "varlen_attention");
   check_bounds(bounds, q_.size(0), "varlen_attention");
-  const auto prefixes = checked_prefixes(prefixes_, bounds.size(0) - 1);
+  const auto prefixes = checked_prefixes(prefixes_, bounds.size(0) - 1, "varlen_attention");
   const Tensor q = dense_rows(q_), k = dense_rows(k_), v = dense_rows(v_);
   const Sizes size = sizes_of(q, k, v);
   const auto sinks = float_sinks(sinks_, size.query_heads);

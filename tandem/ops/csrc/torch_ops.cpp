@@ -7,4 +7,5 @@
 #include "layers.cpp"
 #include "memory.cpp"
 #include "moments.cpp"
+#include "recurrence_ops.cpp"
 #include "step.cpp"
