@@ -32,7 +32,7 @@ from bench.generation_sides import (
 )
 from bench.harness import Rounds, compare, measure, ready, require_close
 from bench.limits import copy_bandwidth, decode_bytes, gemm_rate, product_seconds, real_flops
-from bench.models import SHAPES, tiny
+from bench.models import HYBRIDS, SHAPES, tiny
 from bench.report import Report, count, parser, sides_table
 
 AGREEMENT = {"fp32": 1e-4, "bf16": 0.2}
@@ -49,6 +49,7 @@ def _cpu_rows() -> dict[str, GenerationWork]:
         for num_prompts in (64, 256)
     }
     large = {"opt-125m": 32, "smollm2": 16}  # and how many prompts
+    large |= dict.fromkeys(HYBRIDS, 16)
     for name in ("llama-2.2m", "llama-22m", *large):
         row = GenerationWork(shape=SHAPES[name])
         if name in large:

@@ -65,6 +65,14 @@ def _opt(width: int, layers: int, heads: int, *, embedding: int = 0) -> Shape:
     }
 
 
+def _hybrid(family: str, state: str, **more: Any) -> Shape:
+    """Three layers with a state to one that attends."""
+    attends = "attention" if family == "granitemoehybrid" else "full_attention"
+    kinds = ([state] * 3 + [attends]) * 2
+    base = llama(512, 1536, 8, 8, 32000, kv_heads=2)
+    return {**base, "model_type": family, "head_dim": 64, "layer_types": kinds, **more}
+
+
 SHAPES: Mapping[str, Shape] = {
     "a": llama(128, 352, 4, 4, 512, tied=False),
     "b": llama(288, 768, 6, 6, 32000),
@@ -73,19 +81,51 @@ SHAPES: Mapping[str, Shape] = {
     "llama-22m": llama(512, 1408, 6, 8, 8192, kv_heads=4),
     "llama-7b": llama(4096, 11008, 32, 32, 32000, tied=False),
     "smollm2": llama(576, 1536, 30, 9, 49152, kv_heads=3),
+    "qwen3.5-53m": _hybrid(
+        "qwen3_5_text",
+        "linear_attention",
+        linear_num_key_heads=8,
+        linear_num_value_heads=8,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+    ),
+    "lfm2-37m": _hybrid("lfm2", "conv", block_auto_adjust_ff_dim=False),
+    "granite4-47m": _hybrid(
+        "granitemoehybrid",
+        "mamba",
+        mamba_n_heads=16,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        num_local_experts=0,
+        shared_intermediate_size=1536,
+    ),
     "opt-125m": _opt(768, 12, 12),
     "opt-350m": _opt(1024, 24, 16, embedding=512),
     "opt-1.3b": _opt(2048, 24, 32),
 }
-"""a: Llama of 0.94M parameters. b: of 15.2M, the shape of stories15M. smollm2: SmolLM2-135M."""
+"""a: Llama of 0.94M parameters. b: of 15.2M, the shape of stories15M. smollm2: SmolLM2-135M.
+qwen3.5, lfm2, granite4: layers as in the smallest models of these families, fewer and narrower."""
+
+
+HYBRIDS = ("qwen3.5-53m", "lfm2-37m", "granite4-47m")
 
 
 def tiny(shape: Shape) -> Shape:
     """A shape of the same kind to try a command with, some thousands of parameters small."""
-    small = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small: dict[str, Any] = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     small |= {"intermediate_size": 48, "num_key_value_heads": 2, "ffn_dim": 48}
     projected = shape.get("word_embed_proj_dim") != shape["hidden_size"]
     small["word_embed_proj_dim"] = 16 if projected else 32
+    if "layer_types" in shape:
+        small |= {"layer_types": shape["layer_types"][2:4], "head_dim": 8, "mamba_d_head": 16}
+        small |= {"mamba_n_heads": 4, "mamba_d_state": 8, "shared_intermediate_size": 48}
+        small |= dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2)
+        small |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
     return {**shape, **{name: value for name, value in small.items() if name in shape}}
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 # The benches are no part of the installed package: they are run from the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.models import DTYPES, PAD, SHAPES
+from bench.models import DTYPES, HYBRIDS, PAD, SHAPES
 from bench.plain_hf_supervised import Step, language_loss, row_chunks
 from bench.report import Report, count, parser
 from bench.supervised import LLAMAS, measure_row, show, tried
@@ -33,7 +33,7 @@ from tandem.types import TokenBatch
 AGREEMENT = {"fp32": 1e-5, "bf16": 3e-2}
 """How far the two gradients may be apart, relative to the padded one's size."""
 
-NUM_ROWS = {"llama-2.2m": 64, "llama-22m": 32, "smollm2": 16}
+NUM_ROWS = {"llama-2.2m": 64, "llama-22m": 32, "smollm2": 16, **dict.fromkeys(HYBRIDS, 16)}
 
 
 class GradientSide(TrainingSide):
