@@ -28,6 +28,7 @@ class Part:
     counting: (3, n), of these the ones that grow by one with each token.
     columns: (6, n), all of these, and of each row the most tokens it may draw.
     tables: (n, W) int32, each row's blocks.
+    states: (n,) int64, the slot of each row's states; None where no layer keeps any.
     """
 
     rows: slice
@@ -40,6 +41,7 @@ class Part:
     counting: Tensor
     columns: Tensor
     tables: Tensor
+    states: Tensor | None
 
 
 class Rows:
@@ -50,14 +52,18 @@ class Rows:
         live: the live rows.
     """
 
-    def __init__(self, slots: int, table_width: int, device: torch.device) -> None:
-        """No row is live; there may be up to `slots`, of up to `table_width` blocks."""
+    def __init__(
+        self, slots: int, table_width: int, device: torch.device, *, keeps_states: bool = False
+    ) -> None:
+        """No row is live; there may be up to `slots`, of up to `table_width` blocks, with slots for
+        states or without."""
         self.requests: list[Request] = []
         self.device = device
         self._samplers: list[Sampler] = []
         self._counts: TokenCounts | None = None
         self._columns = torch.zeros((len(_COLUMNS), slots), dtype=torch.long, device=device)
         self._tables = torch.zeros((slots, table_width), dtype=torch.int32, device=device)
+        self._states = torch.zeros(slots, dtype=torch.long, device=device) if keeps_states else None
         self.live = self._part(0)
 
     def __len__(self) -> int:
@@ -82,6 +88,8 @@ class Rows:
         width = self._tables.shape[1]
         tables = [request.blocks + [0] * (width - len(request.blocks)) for request in requests]
         part.tables.copy_(gpu.sent(tables, self.device, torch.int32))
+        if part.states is not None:
+            part.states.copy_(gpu.sent([request.state for request in requests], self.device))
         self._samplers = []  # others may have come with them
         self._look()
         return part
@@ -151,12 +159,16 @@ class Rows:
         if self.device.type == "cpu":  # numpy takes a tenth of torch's time for so few numbers
             for rows in (self._columns.numpy().T, self._tables.numpy()):
                 rows[targets] = rows[sources]
+            if self._states is not None:
+                self._states[targets] = self._states[sources]
             if self._counts is not None:
                 self._counts.move(torch.tensor(sources), torch.tensor(targets))
             return
         source, target = gpu.sent([sources, targets], self.device)
         self._columns.index_copy_(1, target, self._columns.index_select(1, source))
         self._tables.index_copy_(0, target, self._tables.index_select(0, source))
+        if self._states is not None:
+            self._states.index_copy_(0, target, self._states.index_select(0, source))
         if self._counts is not None:
             self._counts.move(source, target)
 
@@ -202,4 +214,5 @@ class Rows:
             counting=columns[_COUNTING:],
             columns=columns,
             tables=self._tables[rows],
+            states=None if self._states is None else self._states[rows],
         )

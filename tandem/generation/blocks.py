@@ -72,6 +72,7 @@ def affordable_blocks(
     dtype: torch.dtype,
     device: torch.device,
     free: int | None = None,
+    slots: int = 0,
 ) -> int:
     """How many blocks to allocate: what is needed, or what memory allows if that is less.
 
@@ -79,12 +80,14 @@ def affordable_blocks(
         needed: blocks that would let every answer run at once.
         largest: blocks of the one that needs most; without them generation cannot go on.
         free: bytes that are free; measured if None.
+        slots: sequences whose states are kept beside the blocks, by layers that have any.
     Raises:
         GenerationError: there is no room for the largest.
     """
-    share = CPU_SHARE if device.type == "cpu" else GPU_SHARE
+    share = _share(device)
     block_bytes = sum(s.numbers_per_token for s in shapes) * BLOCK_TOKENS * dtype.itemsize
-    allowed = int((free_bytes(device) if free is None else free) * share) // block_bytes
+    room = int((free_bytes(device) if free is None else free) * share)
+    allowed = max(0, room - slots * state_bytes(shapes, dtype)) // max(1, block_bytes)
     if allowed < largest:
         raise GenerationError(
             f"KV memory must hold the longest prompt and answer, {largest * block_bytes >> 20} MiB "
@@ -92,6 +95,23 @@ def affordable_blocks(
             "free. Lower sampling.max_new_tokens or dataset.max_prompt_tokens, or free memory."
         )
     return min(needed, allowed)
+
+
+def state_bytes(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
+    """Bytes of the states that layers keep of one sequence, however long it is."""
+    return sum(shape.state.bytes_per_sequence(dtype) for shape in shapes)
+
+
+def affordable_slots(wanted: int, each: int, device: torch.device) -> int:
+    """How many of the wanted sequences may keep states of `each` bytes: they take at most half of
+    what KV memory may take, but there is one at least."""
+    if not each or wanted <= 1:
+        return wanted
+    return max(1, min(wanted, int(free_bytes(device) * _share(device) / 2) // each))
+
+
+def _share(device: torch.device) -> float:
+    return CPU_SHARE if device.type == "cpu" else GPU_SHARE
 
 
 def free_bytes(device: torch.device) -> int:

@@ -17,7 +17,12 @@ from transformers import PreTrainedModel
 from tandem.config.schema import SamplingConfig
 from tandem.errors import GenerationError
 from tandem.generation import hf_generate
-from tandem.generation.blocks import affordable_blocks, blocks_for
+from tandem.generation.blocks import (
+    affordable_blocks,
+    affordable_slots,
+    blocks_for,
+    state_bytes,
+)
 from tandem.generation.collected import rollout_of, text_of
 from tandem.generation.conversing import ConversationRow, Conversed, Conversing
 from tandem.generation.detokenizer import AnswerText
@@ -27,7 +32,7 @@ from tandem.generation.native_runner import NativeRunner
 from tandem.generation.record import Record
 from tandem.generation.runner import kv_dtype
 from tandem.generation.sampler import Draw, Sampler, sequence_key
-from tandem.generation.scheduler import Request, blocks_wanted, most_needed
+from tandem.generation.scheduler import Request, blocks_wanted, most_needed, state_slots
 from tandem.generation.session import Session
 from tandem.generation.stops import Stops
 from tandem.models.source import positions_in
@@ -222,11 +227,13 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 
 def rows_together(model: PreTrainedModel, wanted: int) -> int:
-    """Answers that run side by side: those wanted, or as many as logits may be held of.
+    """Answers that run side by side: those wanted, or as many as logits and states may be held of.
 
     A sampler's numbers are float32 whatever the model computes in.
     """
-    return min(wanted, rows_at_once(vocabulary_size(model), torch.float32, model.device))
+    each = state_bytes(kv_shapes(model), kv_dtype(model)) if decodes(model) else 0
+    rows = min(wanted, rows_at_once(vocabulary_size(model), torch.float32, model.device))
+    return affordable_slots(rows, each, model.device)
 
 
 def check_token_ids(size: int, token_ids: Sequence[int], where: str) -> None:
@@ -264,6 +271,7 @@ def _kv_blocks(
         largest=most_needed([*lengths, longest], limit, samples),
         dtype=kv_dtype(model),
         device=model.device,
+        slots=state_slots(slots),
     )
 
 

@@ -195,7 +195,7 @@ class CudaRecorder:
 class DecodeStep:
     """The inputs of one batch size at fixed addresses, and what is recorded for them.
 
-    Unused rows have one token each, which is written to the memory's last block.
+    Unused rows have one token each, which is written to the memory's last block and slot.
     """
 
     def __init__(self, rows: int, width: int, device: torch.device, recorder: Recorder) -> None:
@@ -203,6 +203,7 @@ class DecodeStep:
         self.token_ids = torch.zeros(rows, dtype=torch.long, device=device)
         self.positions = torch.zeros_like(self.token_ids)
         self.tables = torch.zeros((rows, width), dtype=torch.int32, device=device)
+        self.states = torch.zeros_like(self.token_ids)
         self._keys, self._numbers = torch.zeros_like(self.token_ids), self.positions.clone()
         self._used, self._scratch = rows, -1
         self._recorder = recorder
@@ -212,10 +213,21 @@ class DecodeStep:
 
     def decode(self, memory: KVMemory) -> Decode:
         """What the attention layers need to know."""
-        return Decode(self.positions, self.tables, memory)
+        return Decode(
+            self.positions, self.tables, memory, self.states if memory.num_slots else None
+        )  # fmt: skip
 
-    def load(self, token_ids: Tensor, positions: Tensor, tables: Tensor, scratch: int) -> None:
-        """Copy n rows, (n,) and (n, W), into the inputs; `scratch` is the last block."""
+    def load(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        tables: Tensor,
+        scratch: int,
+        states: Tensor | None = None,
+        scratch_slot: int = 0,
+    ) -> None:
+        """Copy n rows, (n,) and (n, W), into the inputs; `scratch` is the last block, and
+        `scratch_slot` the last slot, of states (n,) if layers keep any."""
         n = len(token_ids)
         self.token_ids[:n].copy_(token_ids)
         self.positions[:n].copy_(positions)
@@ -227,11 +239,19 @@ class DecodeStep:
             self.tables[n : self._used].fill_(scratch)
             self.positions[n : self._used].fill_(0)
         self._used = n
+        if states is not None:
+            self.states[:n].copy_(states)
+            self.states[n:].fill_(scratch_slot)
 
-    def run(self, forward: Callable[[], Tensor]) -> Tensor:
+    def run(self, forward: Callable[[], Tensor], memory: KVMemory) -> Tensor:
         """(rows, V) logits; `forward` is recorded the first time and replayed after that."""
         if self._forward is None:
+            # What runs before it is recorded must not advance the states.
+            states = [tensor for layer in memory.states for tensor in layer if tensor.numel()]
+            before = [tensor[self.states] for tensor in states]
             self._forward = self._recorder.recorded(forward, "forward", self.size)
+            for tensor, rows in zip(states, before, strict=True):
+                tensor[self.states] = rows
         self._logits = self._forward()
         return self._logits
 

@@ -37,7 +37,7 @@ class GraphRunner(TwinRunner):
         """Steps are recorded when they first occur, unless an earlier session has done so.
 
         Args:
-            memory: from `new_memory`; padding rows write to its last block.
+            memory: from `new_memory`; padding rows write to its last block and slot.
         """
         super().__init__(model, memory)
         kept = _kept.get(model)
@@ -53,16 +53,19 @@ class GraphRunner(TwinRunner):
         self._part: Part | None = None
         self._sampler: Sampler | None = None
 
-    def decode(self, token_ids: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
+    def decode(
+        self, token_ids: Tensor, positions: Tensor, tables: Tensor, states: Tensor | None = None
+    ) -> Tensor:
         """As `Runner` says."""
         kept, n = self._kept, len(token_ids)
         if "forward" in kept.recorder.refused:
             self._step = None
-            return super().decode(token_ids, positions, tables)
+            return super().decode(token_ids, positions, tables, states)
         memory = kept.reached(self._memory)
         self._step = step = kept.step(n, tables.shape[1], memory)
-        step.load(token_ids, positions, tables, self._memory.num_blocks - 1)
-        self._logits_now = step.run(kept.forward_of(step, memory))[:n]
+        own = self._memory
+        step.load(token_ids, positions, tables, own.num_blocks - 1, states, own.num_slots - 1)
+        self._logits_now = step.run(kept.forward_of(step, memory), own)[:n]
         return self._logits_now
 
     def draw(self, logits: Tensor, part: Part) -> Draw | None:
@@ -130,7 +133,7 @@ class _Kept:
 
     def reached(self, memory: KVMemory) -> KVMemory:
         """The memory as recorded steps reach it."""
-        if not self._by_address:
+        if not self._by_address or memory.num_slots:  # states have addresses of their own
             return memory
         from tandem.ops.paged_gpu import AddressedMemory  # needs Triton
 

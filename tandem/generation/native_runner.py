@@ -239,8 +239,10 @@ class NativeRunner(TwinRunner):
         """Keep the states of every token from now on (`LlamaDecoder::keep`)."""
         self._decoder.keep(states)
 
-    def decode(self, token_ids: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
-        """As `Runner` says."""
+    def decode(
+        self, token_ids: Tensor, positions: Tensor, tables: Tensor, states: Tensor | None = None
+    ) -> Tensor:
+        """As `Runner` says; no layer keeps states."""
         logits: Tensor = self._decoder.step(token_ids, positions, tables)
         return logits
 

@@ -46,6 +46,7 @@ class Runner(Protocol):
         lengths: Sequence[int],
         tables: Tensor,
         starts: Sequence[int] | None = None,
+        states: Tensor | None = None,
     ) -> Tensor:
         """Compute and keep the keys and values of G packed prompts, or of parts of prompts.
 
@@ -55,12 +56,17 @@ class Runner(Protocol):
             tables: (G, W) int32, the blocks of each.
             starts: tokens before each part, whole blocks, whose keys and values are in memory or
                 are computed by a part before it; None: none.
+            states: (G,) int64, the slot of each one's states, where layers keep any; parts of one
+                prompt are then not run together.
         Returns:
             (G, V) logits of each prompt's last token, float32 or the compute type.
         """
 
-    def decode(self, token_ids: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
-        """Run one more token per row, (n,) and (n, W); returns the logits (n, V) of the next.
+    def decode(
+        self, token_ids: Tensor, positions: Tensor, tables: Tensor, states: Tensor | None = None
+    ) -> Tensor:
+        """Run one more token per row, (n,), (n, W) and slots of states (n,); returns the logits
+        (n, V) of the next.
 
         The next call may overwrite them.
         """
@@ -80,13 +86,17 @@ class Runner(Protocol):
         """Free what the runner holds besides the KV memory."""
 
 
-def new_memory(model: PreTrainedModel, num_blocks: int) -> KVMemory:
+def new_memory(model: PreTrainedModel, num_blocks: int, num_slots: int = 0) -> KVMemory:
     """KV memory for a model, in the dtype of its attention.
 
-    It has one block more than asked, the last, for rows that only pad a batch.
+    It has one block and one slot more than asked, the last, for rows that only pad a batch.
     """
-    memory = KVMemory(kv_shapes(model), num_blocks + 1, dtype=kv_dtype(model), device=model.device)
-    native.prefer_large_pages(*(tensor for layer in memory.layers for tensor in layer))
+    memory = KVMemory(
+        kv_shapes(model), num_blocks + 1, dtype=kv_dtype(model), device=model.device,
+        num_slots=num_slots + 1 if num_slots else 0,
+    )  # fmt: skip
+    layers = (*memory.layers, *memory.states)
+    native.prefer_large_pages(*(tensor for layer in layers for tensor in layer))
     return memory
 
 
@@ -110,9 +120,10 @@ class TwinRunner:
         lengths: Sequence[int],
         tables: Tensor,
         starts: Sequence[int] | None = None,
+        states: Tensor | None = None,
     ) -> Tensor:
         """As `Runner` says."""
-        step = self._packed(lengths, tables, starts)
+        step = self._packed(lengths, tables, starts, states)
         return self._prompts(token_ids, *_places(token_ids, lengths, step), step)
 
     def _prompts(self, token_ids: Tensor, positions: Tensor, lasts: Tensor, step: Packed) -> Tensor:
@@ -123,22 +134,30 @@ class TwinRunner:
             hidden = base_forward(self._twin, token_ids[None], positions[None])[0]
         return vocabulary_logits(self._model, hidden[lasts])
 
-    def decode(self, token_ids: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
+    def decode(
+        self, token_ids: Tensor, positions: Tensor, tables: Tensor, states: Tensor | None = None
+    ) -> Tensor:
         """As `Runner` says."""
-        with attending(Decode(positions, tables, self._memory)):
+        with attending(Decode(positions, tables, self._memory, states)):
             return self._logits(token_ids, positions)
 
     def _packed(
-        self, lengths: Sequence[int], tables: Tensor, starts: Sequence[int] | None
+        self,
+        lengths: Sequence[int],
+        tables: Tensor,
+        starts: Sequence[int] | None,
+        states: Tensor | None,
     ) -> Packed:
         """What attention needs to know; without `starts` it reads no memory."""
         plain = Packed.of_lengths(lengths, tables.device)
         if starts is None or not any(starts):
-            return Packed(plain.cu_seqlens, plain.max_length, self._memory, tables)
+            return Packed(
+                plain.cu_seqlens, plain.max_length, self._memory, tables, slots=states
+            )  # fmt: skip
         before = Before(tables, starts, lengths, tables.device)
         longest = max(a + b for a, b in zip(starts, lengths, strict=True))
         new = before.tables_of_new()
-        return Packed(plain.cu_seqlens, longest, self._memory, new, before=before)
+        return Packed(plain.cu_seqlens, longest, self._memory, new, before=before, slots=states)
 
     def draw(self, logits: Tensor, part: Part) -> Draw | None:
         """As `Runner` says: it cannot."""

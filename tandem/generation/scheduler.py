@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from tandem.errors import GenerationError
-from tandem.generation.blocks import blocks_for
+from tandem.generation.blocks import BlockPool, blocks_for
 from tandem.generation.detokenizer import AnswerText
 from tandem.generation.observed import TokenLogprobs
 from tandem.generation.prefixes import PrefixPool
@@ -30,8 +30,9 @@ class Request:
     number: the caller's name for it. key: its `sequence_key`. limit: most tokens it may have.
     text: watches for stop strings; None where there are none.
     row: among the live rows, -1 off them. is_counted: its prompt is in the row's counts, for
-    penalties. blocks: what it holds. begun: the step that drew its
-    first token. length: tokens drawn, the one that ended it included; valid once `ended`.
+    penalties. blocks: what it holds. state: the slot of its states, where layers keep any; -1:
+    none. begun: the step that drew its first token. length: tokens drawn, the one that ended it
+    included; valid once `ended`.
     finished: a stop token or stop string ended it. failed: its distribution was none (NaN).
     top: how many of the likeliest tokens to observe beside each drawn one; -1: observe nothing.
     epoch: of the pool, when its prompt came in.
@@ -48,6 +49,7 @@ class Request:
     row: int = -1
     is_counted: bool = False
     blocks: list[int] = field(default_factory=list)
+    state: int = -1
     begun: int = -1
     length: int = 0
     ended: bool = False
@@ -62,25 +64,33 @@ class Request:
 @dataclass(slots=True, eq=False)
 class Group:
     """Samples of one prompt. computed: its tokens whose keys and values are in memory, or will be
-    before its own next ones. found: its first blocks, which others have computed. logits: (V,) of
-    its last token, once it has been run."""
+    before its own next ones. found: its first blocks, which others have computed. state: the slot
+    of its states, -1: none. logits: (V,) of its last token, once it has been run."""
 
     prompt: tuple[int, ...]
     waiting: deque[Request]
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     found: int = 0
+    state: int = -1
     epoch: int = 0
     logits: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """A request that comes in once its prompt has been run; then a block is copied (from, to)."""
+    """A request that comes in once its prompt has been run; then a block is copied (from, to), and
+    the prompt's states to its own slot, if that is another."""
 
     request: Request
     group: Group
     copy: tuple[int, int] | None
+
+    @property
+    def copied_state(self) -> tuple[int, int] | None:
+        """Slots, from and to."""
+        source, target = self.group.state, self.request.state
+        return None if source == target else (source, target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +120,7 @@ class Scheduler:
         prefill_tokens: int,
         refill: int,
         shares_prefixes: bool = True,
+        keeps_states: bool = False,
     ) -> None:
         """An empty queue.
 
@@ -119,8 +130,10 @@ class Scheduler:
                 a longer one is run alone.
             refill: rows that must be free before some are filled while others run.
             shares_prefixes: prompts that begin alike share blocks.
+            keeps_states: each sequence has a slot for its layers' states, of `state_slots`.
         """
         self.pool = pool
+        self._states = BlockPool(state_slots(slots)) if keeps_states else None
         self.counts = PrefixCounts()
         self._shares_prefixes = shares_prefixes
         self._slots, self._prefill_tokens, self._refill = slots, prefill_tokens, refill
@@ -194,6 +207,7 @@ class Scheduler:
             self.pool.keep((*request.prompt, *answer), request.blocks)
         self.pool.release(request.blocks)
         request.blocks = []
+        request.state = self._released(request.state)
         self._is_stuck = False
 
     def drop(self, entry: Entry) -> bool:
@@ -215,6 +229,7 @@ class Scheduler:
                 self.num_waiting -= 1
                 if not group.waiting:
                     self.pool.release(group.blocks)
+                    group.state = self._released(group.state)
                     self._queue.remove(group)
                 return
 
@@ -230,6 +245,7 @@ class Scheduler:
         group.blocks = [*found, *self.pool.take(blocks_for(length) - len(found))]
         group.found, group.computed = len(found), len(found) * BLOCK_TOKENS
         group.epoch = self.pool.epoch
+        group.state = self._taken()
         self.counts.prompt_tokens += length
         self.counts.shared_tokens += group.computed
         if self._shares_prefixes:  # those behind it run later, or in the same forward
@@ -248,13 +264,28 @@ class Scheduler:
         request.epoch = group.epoch
         self.num_waiting -= 1
         if not group.waiting:
-            request.blocks = [*group.blocks, *own]
+            request.blocks, request.state = [*group.blocks, *own], group.state
             return Entry(request, group, None)
+        request.state = self._taken()
         shared = group.blocks[: len(group.prompt) // BLOCK_TOKENS]
         self.pool.share(shared)
         request.blocks = [*shared, *own]
         partly_filled = len(shared) < len(group.blocks)
         return Entry(request, group, (group.blocks[-1], own[0]) if partly_filled else None)
+
+    def _taken(self) -> int:
+        """A slot, -1 where none is needed; one is free whenever a row is."""
+        return -1 if self._states is None else self._states.take(1)[0]
+
+    def _released(self, slot: int) -> int:
+        if self._states is not None and slot >= 0:
+            self._states.release([slot])
+        return -1
+
+
+def state_slots(slots: int) -> int:
+    """Slots for the states of as many rows, and of a prompt whose samples have not all come in."""
+    return slots + 1
 
 
 def blocks_needed(prompt: int, limit: int, samples: int) -> int:

@@ -25,7 +25,15 @@ from tandem.generation.prefixes import PrefixPool
 from tandem.generation.record import Record
 from tandem.generation.runner import new_memory
 from tandem.generation.runners import make_runner
-from tandem.generation.scheduler import Entry, Group, PrefixCounts, Request, Scheduler
+from tandem.generation.scheduler import (
+    Entry,
+    Group,
+    PrefixCounts,
+    Request,
+    Scheduler,
+    state_slots,
+)
+from tandem.models.twin import keeps_states
 from tandem.ops import gpu
 from tandem.ops.sizes import BLOCK_TOKENS, PREFILL_TOKENS
 
@@ -72,10 +80,12 @@ class Session:
                 answer whose distribution is NaN ends as failed.
             late: look at tokens one step late; None does so on a GPU.
         """
-        memory = new_memory(model, num_blocks)
+        has_states = keeps_states(model)
+        memory = new_memory(model, num_blocks, state_slots(slots) if has_states else 0)
         self._make_runner = partial(make_runner, model, memory, table_width * BLOCK_TOKENS)
         self.runner = self._make_runner()
-        self.rows = Rows(slots, table_width, model.device)
+        self.rows = Rows(slots, table_width, model.device, keeps_states=has_states)
+        self._keeps_states = has_states
         self._memory = memory
         self._keeper: StateKeeper | None = None
         # On a CPU more in one forward are no faster, and their activations take memory.
@@ -91,7 +101,9 @@ class Session:
             slots,
             prefill_tokens=prefill_tokens,
             refill=max(1, slots // 8) if refill is None else refill,
-            shares_prefixes=share_prefixes,
+            # A prompt's states are kept of its end alone, not of what it shares with others.
+            shares_prefixes=share_prefixes and not has_states,
+            keeps_states=has_states,
         )
         self._prompts: deque[Group] = deque()  # let in and not yet run to their ends
         self._entries: deque[Entry] = deque()  # their requests
@@ -178,7 +190,9 @@ class Session:
                 drawn += self._look()
         if self.rows.requests:
             live = self.rows.live
-            logits = self.runner.decode(live.token_ids, live.positions, live.tables)
+            logits = self.runner.decode(
+                live.token_ids, live.positions, live.tables, live.states
+            )  # fmt: skip
             self._step += 1
             if self._keeper is not None:
                 self._keeper.decoded(live.token_ids, live.places)
@@ -195,7 +209,7 @@ class Session:
     def close(self) -> None:
         """Free the memory; the session is over."""
         self.runner.close()
-        self._memory.layers.clear()
+        self._memory.free()
 
     def _let_in(self) -> bool:
         """Rows for the requests whose prompts have been run; whether there were any."""
@@ -208,6 +222,10 @@ class Session:
         ready = [entry for entry in ready if not entry.request.ended]
         if not ready:
             return False
+        slots = [entry.copied_state for entry in ready if entry.copied_state is not None]
+        if slots:
+            pairs = gpu.sent(slots, self.rows.device)
+            self._memory.copy_states(pairs[:, 0], pairs[:, 1])
         copies = [entry.copy for entry in ready if entry.copy is not None]
         if copies:
             pairs = gpu.sent(copies, self.rows.device)
@@ -245,7 +263,8 @@ class Session:
             if count < remaining:  # parts end where blocks do
                 count = max(1, count // BLOCK_TOKENS) * BLOCK_TOKENS
                 count = min(count, remaining)
-            if part and sum(n for _, _, n in part) + count > self._run_tokens:
+            goes_on = self._keeps_states and bool(part) and part[-1][0] is group
+            if part and (goes_on or sum(n for _, _, n in part) + count > self._run_tokens):
                 self._run(part)
                 part = []
             part.append((group, group.computed, count))
@@ -267,12 +286,19 @@ class Session:
             [count for _, _, count in parts],
             gpu.sent(tables, device, torch.int32),
             [start for _, start, _ in parts],
+            self._slots(parts),
         )
         if self._keeper is not None:
             self._keeper.ran_prompts(token_ids, parts)
         for (group, start, count), row in zip(parts, logits, strict=True):
             if start + count == len(group.prompt):
                 group.logits = row
+
+    def _slots(self, parts: list[Piece]) -> Tensor | None:
+        """Where the parts' states are kept, (G,)."""
+        if not self._keeps_states:
+            return None
+        return gpu.sent([group.state for group, _, _ in parts], self.rows.device)
 
     def _draw(self, logits: Tensor, part: Part) -> None:
         """Draw for these rows; those that have reached their limit leave before the next step."""
@@ -364,5 +390,6 @@ class Session:
         self.rows.leave(requests)
         for request in requests:
             # The last token has been drawn, but not been run.
-            answer = request.drawn[:-1] if self._keep_answers and not request.failed else None
+            keeps = self._keep_answers and not request.failed and not self._keeps_states
+            answer = request.drawn[:-1] if keeps else None
             self._scheduler.leave(request, answer)

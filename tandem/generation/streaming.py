@@ -25,7 +25,7 @@ from tandem.generation.generator import (
 from tandem.generation.observed import TokenLogprobs
 from tandem.generation.runner import kv_dtype
 from tandem.generation.sampler import Sampler, sequence_key
-from tandem.generation.scheduler import PrefixCounts, Request
+from tandem.generation.scheduler import PrefixCounts, Request, state_slots
 from tandem.generation.session import Session
 from tandem.generation.stops import Stops
 from tandem.models.twin import decodes, kv_shapes
@@ -109,6 +109,7 @@ class Conversations:
                     largest=longest,
                     dtype=kv_dtype(model),
                     device=model.device,
+                    slots=state_slots(slots),
                 ),
                 table_width=longest,
                 refill=1,

@@ -35,6 +35,9 @@ class Shape:
     inner_kept: tensors of that width which an MLP keeps for its backward pass.
     is_scalar: a head of one output in place of the vocabulary's.
     whole_blocks: a CPU computes a block as three operations (models/cpu_blocks.py).
+    mixed, mixed_floats: numbers per token that layers with a state keep for their backward pass,
+    all layers together, in the type that computes and in float32. state, state_floats: numbers of
+    their states per sequence, likewise. keyless: how many of them have no attention beside it.
     others: kinds of layers that are counted as attention's, but are not.
     """
 
@@ -53,6 +56,11 @@ class Shape:
     untied_head: int
     is_scalar: bool
     whole_blocks: bool = False
+    mixed: int = 0
+    mixed_floats: int = 0
+    state: int = 0
+    state_floats: int = 0
+    keyless: int = 0
     others: tuple[str, ...] = ()
 
     @cached_property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from tandem.memory.dimensions import (
 from tandem.models.blocks import attention_heads, decoder_blocks
 from tandem.models.build import attention_for
 from tandem.models.classifiers import require_classifier
+from tandem.models.fused import mixer_size
 from tandem.models.hf_logging import quiet
 from tandem.models.load import embedding_rows
 from tandem.models.lora import adaptable
@@ -62,8 +64,31 @@ def shape_of(
         untied_head=_untied_head(model),
         is_scalar=scalar,
         whole_blocks=text.model_type in WHOLE_BLOCKS and not getattr(text, "mlp_bias", False),
-        others=_other_layers(model),
+        **_mixers(model),
     )
+
+
+def _mixers(model: PreTrainedModel) -> dict[str, Any]:
+    """The layers with a state, where the twin computes them; else what kinds there are."""
+    found = [
+        (block, size)
+        for block in decoder_blocks(model)
+        for module in block.modules()
+        if (size := mixer_size(module)) is not None
+    ]
+    if not found:
+        return {"others": _other_layers(model)}
+    return {
+        "mixed": sum(size.kept for _, size in found),
+        "mixed_floats": sum(size.kept_floats for _, size in found),
+        "state": sum(math.prod(size.state.conv) for _, size in found),
+        "state_floats": sum(math.prod(size.state.matrix) for _, size in found),
+        "keyless": sum(not _attends(block) for block, _ in found),
+    }
+
+
+def _attends(block: nn.Module) -> bool:
+    return any("attention" in type(module).__name__.lower() for module in block.modules())
 
 
 def _other_layers(model: PreTrainedModel) -> tuple[str, ...]:
@@ -109,15 +134,25 @@ def _in_out(layer: nn.Module) -> tuple[int, int]:
 def _mlp(model: PreTrainedModel, width: int) -> tuple[int, int]:
     """The inner width of a block's MLP, and how many tensors of it the backward pass needs."""
     block = decoder_blocks(model)[0]
+    mixing = {
+        id(part)
+        for module in block.modules()
+        if mixer_size(module) is not None
+        for part in module.modules()
+    }
     widest = max(
-        (max(_in_out(m)) for n, m in block.named_modules() if _is_mlp_layer(n, m)),
+        (
+            max(_in_out(m))
+            for n, m in block.named_modules()
+            if _is_mlp_layer(n, m) and id(m) not in mixing
+        ),
         default=4 * width,
     )
     text = model.config.get_text_config()
     names = [name.rsplit(".", 1)[-1] for name, _ in block.named_modules()]
     if "gate_up_proj" in names:
         return widest // 2, GATED_KEEPS
-    if any(name.startswith("gate_proj") for name in names):
+    if any(name.startswith("gate_proj") for name in names) or {"w1", "w2", "w3"} <= {*names}:
         return widest, GATED_KEEPS
     keys = ("hidden_act", "activation_function", "hidden_activation")
     activation = next((str(value) for key in keys if (value := getattr(text, key, None))), "")

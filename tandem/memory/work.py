@@ -31,6 +31,8 @@ def activation_bytes(shape: Shape, tokens: int, layout: Layout, wanted: int | No
     meta device; plain torch on a GPU without our kernels keeps about half more. Where a CPU
     computes blocks as a whole, norms and adapters' numbers are computed again too: 2 D, m = 2.
 
+    Layers with a state keep what `models/twin_mixers` says in place of queries and keys.
+
     Args:
         wanted: tokens with which the last block goes on behind attention, where it leaves others
             out (`narrows`); None: it leaves none out.
@@ -43,18 +45,26 @@ def activation_bytes(shape: Shape, tokens: int, layout: Layout, wanted: int | No
         numbers += layout.lora_rank * len(shape.linears) / max(1, shape.layers)
     layer = size * numbers + FLOAT * (shape.heads + (0 if whole else 2))
     ends = 2 * size * shape.width  # the embeddings' output and the last norm's input
+    mixed = _mixed_bytes(shape, layout)
     if layout.checkpointing and layout.recompute != "layers":
         part = _part_bytes(shape, layout)
-        return tokens * (shape.layers * (layer - part) + part + ends)
+        return tokens * (shape.layers * (layer - part) + part + ends + mixed)
     if layout.checkpointing:
         inputs = shape.width * (1 if layout.on_cpu else 2)
-        return tokens * (shape.layers * size * inputs + layer + ends)
-    kept = tokens * (shape.layers * layer + ends)
+        return tokens * (shape.layers * size * inputs + layer + ends + mixed / shape.layers)
+    kept = tokens * (shape.layers * layer + ends + mixed)
     if wanted is None:
         return kept
     behind = (1 if whole else 2) * shape.width + _inner_kept(shape, layout) * shape.inner
     picked = shape.query_width if whole else 0  # a copy of what attention gave
     return kept + size * (picked * wanted - (behind + shape.width) * (tokens - wanted))
+
+
+def _mixed_bytes(shape: Shape, layout: Layout) -> float:
+    """What layers with a state keep per token beyond what is counted for attention."""
+    instead = shape.keyless * 2 * (shape.query_width + shape.kv_width)
+    numbers = layout.compute_bytes * (shape.mixed - instead) + FLOAT * shape.mixed_floats
+    return float(numbers if shape.mixed else 0)
 
 
 def narrows(shape: Shape, layout: Layout) -> bool:
@@ -115,7 +125,10 @@ def forward_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
         around = 2 * shape.width + 2 * (shape.query_width + shape.kv_width)
         return float(layout.compute_bytes * (tokens * around + rows))
     is_gated = shape.inner_kept == GATED_KEEPS
-    inner = max((3 if is_gated else 2) * shape.inner, 2 * (shape.query_width + shape.kv_width))
+    mixed = (shape.mixed + 2 * shape.mixed_floats) / max(1, shape.layers)
+    inner = max(
+        (3 if is_gated else 2) * shape.inner, 2 * (shape.query_width + shape.kv_width), mixed
+    )  # fmt: skip
     return tokens * layout.compute_bytes * ((3 if is_gated else 2) * shape.width + inner)
 
 
@@ -154,9 +167,11 @@ def logits_rows(shape: Shape, layout: Layout, size: int) -> int:
 
 
 def kv_bytes(shape: Shape, rows: int, tokens: int, layout: Layout) -> float:
-    """KV memory of `rows` answers in parallel, prompt and answer `tokens` long."""
+    """KV memory of `rows` answers in parallel, prompt and answer `tokens` long, and states."""
     held = -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
-    return 2.0 * layout.compute_bytes * shape.layers * shape.kv_width * rows * held
+    layers = shape.layers - shape.keyless
+    states = layout.compute_bytes * shape.state + FLOAT * shape.state_floats
+    return 2.0 * layout.compute_bytes * layers * shape.kv_width * rows * held + rows * states
 
 
 def packed_bytes(shape: Shape, layout: Layout) -> float:

@@ -26,15 +26,27 @@ from tandem.models.twin_layers import (
     TwinEmbedding,
     TwinFrozenConv1D,
     TwinFrozenLinear,
+    TwinGatedAttention,
     TwinGatedMLP,
     TwinJoinedMLP,
     TwinLayerNorm,
     TwinLinear,
+    TwinNumberedMLP,
     TwinRMSNorm,
     TwinRotaryAttention,
     TwinScaledAttention,
     TwinTokenEmbedding,
     TwinTokenHead,
+)
+from tandem.models.twin_mixers import (
+    MixerSize,
+    TwinDeltaNet,
+    TwinGroupedDeltaNet,
+    TwinMamba2,
+    TwinMixer,
+    TwinScaledMamba2,
+    TwinSeparateDeltaNet,
+    TwinShortConv,
 )
 
 Fused = tuple[type[nn.Module], dict[str, Any]]
@@ -62,9 +74,13 @@ def fused(module: Any, kind: type[nn.Module]) -> Fused:
     return packed_rope(module, kind)
 
 
+_UNIT_OFFSET = ("Gemma", "VaultGemma", "Qwen3_5", "Qwen3Next")
+"""Families whose norms multiply by one plus their weight."""
+
+
 def _norm(module: Any, kind: type[nn.Module]) -> Fused:
     eps = getattr(module, "variance_epsilon", None) or module.eps
-    return TwinRMSNorm, {"_eps": eps, "_unit_offset": "Gemma" in kind.__name__}
+    return TwinRMSNorm, {"_eps": eps, "_unit_offset": kind.__name__.startswith(_UNIT_OFFSET)}
 
 
 def _gated_mlp(module: Any, kind: type[nn.Module]) -> Fused:
@@ -77,6 +93,10 @@ def _gated_mlp(module: Any, kind: type[nn.Module]) -> Fused:
 def _joined_mlp(module: Any, kind: type[nn.Module]) -> Fused:
     is_silu = isinstance(module.activation_fn, SiLUActivation | nn.SiLU)
     return (TwinJoinedMLP if is_silu else kind), {}
+
+
+def _numbered_mlp(module: Any, kind: type[nn.Module]) -> Fused:
+    return TwinNumberedMLP, {}
 
 
 def _attention(module: Any, kind: type[nn.Module]) -> Fused:
@@ -95,6 +115,29 @@ def _scaled_attention(module: Any, kind: type[nn.Module]) -> Fused:
 
 def _differential_attention(module: Any, kind: type[nn.Module]) -> Fused:
     return TwinDifferentialAttention, {"_window": 0, "_softcap": 0.0}
+
+
+def _gated_attention(module: Any, kind: type[nn.Module]) -> Fused:
+    return TwinGatedAttention, {"_window": 0, "_softcap": 0.0}
+
+
+def _mixer(to: type[nn.Module]) -> Callable[[Any, type[nn.Module]], Fused]:
+    """A layer with a state, where its activation is the one that ours has."""
+
+    def chosen(module: Any, kind: type[nn.Module]) -> Fused:
+        is_silu = getattr(module, "activation", "silu") in ("silu", "swish")
+        return (to if is_silu else kind), {}
+
+    return chosen
+
+
+def mixer_size(module: nn.Module) -> MixerSize | None:
+    """What a layer with a state keeps, where `fused` replaces it; None for any other module."""
+    kind = type(module)
+    if not (kind.__module__.startswith("transformers.") and kind.__name__ in _BY_NAME):
+        return None
+    to, _ = fused(module, kind)
+    return to.size_of(module) if issubclass(to, TwinMixer) else None
 
 
 def _window(module: Any, kind: type[nn.Module]) -> int:
@@ -159,7 +202,8 @@ _BY_NAME: dict[str, Callable[[Any, type[nn.Module]], Fused]] = {
             "GraniteMoe GraniteMoeShared GraniteMoeSWA GraniteSWA HunYuanDenseV1 HunYuanMoEV1 HYV3 "
             "HyperCLOVAX JetMoe Kolibri1 Laguna LongcatFlash Mellum MiMoV2Flash MiniCPM3 MiniMaxM2 "
             "Ministral Ministral3 Olmoe Phi4Multimodal Qwen2Moe Qwen3Moe SeedOss SolarOpen "
-            "VaultGemma Youtu",
+            "VaultGemma Youtu Bamba FalconH1 GraniteMoeHybrid Lfm2 Lfm2Moe OlmoHybrid Qwen3Next "
+            "Qwen3_5 Qwen3_5Moe",
             "RMSNorm",
         ),
         _norm,
@@ -171,12 +215,13 @@ _BY_NAME: dict[str, Callable[[Any, type[nn.Module]], Fused]] = {
             "Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe Flint Glm4Moe Glm4MoeLite GraniteSWA Helium "
             "HunYuanDenseV1 HunYuanMoEV1 HYV3 HyperCLOVAX Kolibri1 Laguna LongcatFlash Mellum "
             "MiMoV2Flash MiniCPM3 Ministral Ministral3 Olmo Olmo2 Olmo3 Qwen2Moe Qwen3Moe SeedOss "
-            "SolarOpen StableLm VaultGemma Youtu",
+            "SolarOpen StableLm VaultGemma Youtu Bamba OlmoHybrid Qwen3Next Qwen3_5 Qwen3_5Moe",
             "MLP",
         ),
         _gated_mlp,
     ),
     **dict.fromkeys(_names("Phi3 Phi4Multimodal Glm Glm4", "MLP"), _joined_mlp),
+    **dict.fromkeys(_names("Lfm2 Lfm2Moe Lfm3", "MLP"), _numbered_mlp),
     **dict.fromkeys(
         _names(
             "Llama Mistral Qwen2 Qwen3 Gemma Gemma2 Granite Arcee AriaText Cwm Dots1 GraniteMoe "
@@ -188,6 +233,16 @@ _BY_NAME: dict[str, Callable[[Any, type[nn.Module]], Fused]] = {
     ),
     "Ministral3Attention": _scaled_attention,
     "DiffLlamaAttention": _differential_attention,
+    **dict.fromkeys(_names("Qwen3Next Qwen3_5 Qwen3_5Moe", "Attention"), _gated_attention),
+    **dict.fromkeys(_names("Qwen3_5 Qwen3_5Moe", "GatedDeltaNet"), _mixer(TwinDeltaNet)),
+    "Qwen3NextGatedDeltaNet": _mixer(TwinGroupedDeltaNet),
+    "OlmoHybridGatedDeltaNet": _mixer(TwinSeparateDeltaNet),
+    **dict.fromkeys(_names("Lfm2 Lfm2Moe Lfm3", "ShortConv"), _mixer(TwinShortConv)),
+    **dict.fromkeys(
+        ("BambaMixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "NemotronHMamba2Mixer"),
+        _mixer(TwinMamba2),
+    ),
+    "FalconH1Mixer": _mixer(TwinScaledMamba2),
     **dict.fromkeys(
         _names(
             "Llama Mistral Qwen2 Qwen3 Gemma Arcee Cwm Jais2 Ministral Ministral3", "DecoderLayer"

@@ -14,7 +14,14 @@ from transformers import PreTrainedModel
 from tandem.errors import ModelError
 from tandem.models.modes import evaluating
 from tandem.models.source import positions_in
-from tandem.models.twin import decodes, kv_shapes, own_forwards, running, twin_of
+from tandem.models.twin import (
+    decodes,
+    keeps_states,
+    kv_shapes,
+    own_forwards,
+    running,
+    twin_of,
+)
 from tandem.ops.attention_context import BLOCK_TOKENS, Decode, KVMemory, Packed, attending
 
 TRUSTED_GAP = 1e-5
@@ -26,10 +33,19 @@ _LENGTHS = (23, 9)  # longer and shorter than a block of KV memory
 class Decoder(Protocol):
     """What computes answers: a `generation.runner.Runner`, which models may not import."""
 
-    def prefill(self, token_ids: Tensor, lengths: Sequence[int], tables: Tensor) -> Tensor:
+    def prefill(
+        self,
+        token_ids: Tensor,
+        lengths: Sequence[int],
+        tables: Tensor,
+        starts: None = None,
+        states: Tensor | None = None,
+    ) -> Tensor:
         """Logits (G, V) of the last token of each of G prompts."""
 
-    def decode(self, token_ids: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
+    def decode(
+        self, token_ids: Tensor, positions: Tensor, tables: Tensor, states: Tensor | None = None
+    ) -> Tensor:
         """Logits (n, V) of one more token per row."""
 
     def close(self) -> None:
@@ -37,7 +53,7 @@ class Decoder(Protocol):
 
 
 MakeDecoder = Callable[[PreTrainedModel, KVMemory, int], Decoder]
-"""Takes a model, KV memory with one spare block at its end, and the longest sequence."""
+"""Takes a model, KV memory with a spare block and slot at its end, and the longest sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +147,11 @@ def _decoded_logits(
     device = model.device
     width = -(-max(len(row) for row in rows) // BLOCK_TOKENS)
     dtype = twin_of(model).dtype
-    memory = KVMemory(kv_shapes(model), width * len(rows) + 1, dtype=dtype, device=device)
+    memory = KVMemory(
+        kv_shapes(model), width * len(rows) + 1, dtype=dtype, device=device,
+        num_slots=len(rows) + 1,
+    )  # fmt: skip
+    slots = torch.arange(len(rows) - 1, -1, -1, device=device) if keeps_states(model) else None
     # Blocks in descending order, so that a decoder that ignores the table fails.
     tables = torch.arange(width * len(rows) - 1, -1, -1, dtype=torch.int32, device=device)
     tables = tables.view(len(rows), width)
@@ -139,7 +159,7 @@ def _decoded_logits(
     try:
         halves = _halves(rows)
         ids = torch.cat([row[:n] for row, n in zip(rows, halves, strict=True)])
-        parts = [[logits] for logits in decoder.prefill(ids, halves, tables)]
+        parts = [[logits] for logits in decoder.prefill(ids, halves, tables, None, slots)]
         for place in range(min(halves), max(len(row) for row in rows)):
             live = [i for i, row in enumerate(rows) if halves[i] <= place < len(row)]
             if not live:
@@ -147,7 +167,8 @@ def _decoded_logits(
             at = torch.full((len(live),), place, device=device)
             ids = torch.stack([rows[i][place] for i in live])
             # A decoder may write its next logits into the same tensor.
-            logits = decoder.decode(ids, at, tables[live]).clone()
+            states = None if slots is None else slots[live]
+            logits = decoder.decode(ids, at, tables[live], states).clone()
             for i, row_logits in zip(live, logits, strict=True):
                 parts[i].append(row_logits)
     finally:
@@ -174,17 +195,27 @@ class _Modules:
     def __init__(self, model: PreTrainedModel, memory: KVMemory, longest: int) -> None:
         self._model, self._memory = model, memory
 
-    def prefill(self, token_ids: Tensor, lengths: Sequence[int], tables: Tensor) -> Tensor:
+    def prefill(
+        self,
+        token_ids: Tensor,
+        lengths: Sequence[int],
+        tables: Tensor,
+        starts: None = None,
+        states: Tensor | None = None,
+    ) -> Tensor:
         """As `Decoder` says."""
         device = token_ids.device
         plain = Packed.of_lengths(lengths, device)
         positions = torch.cat([torch.arange(n, device=device) for n in lengths])
-        with attending(Packed(plain.cu_seqlens, plain.max_length, self._memory, tables)):
+        step = Packed(plain.cu_seqlens, plain.max_length, self._memory, tables, slots=states)
+        with attending(step):
             return _logits(self._model, token_ids, positions)[plain.cu_seqlens[1:].long() - 1]
 
-    def decode(self, token_ids: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
+    def decode(
+        self, token_ids: Tensor, positions: Tensor, tables: Tensor, states: Tensor | None = None
+    ) -> Tensor:
         """As `Decoder` says."""
-        with attending(Decode(positions, tables, self._memory)):
+        with attending(Decode(positions, tables, self._memory, states)):
             return _logits(self._model, token_ids, positions)
 
     def close(self) -> None:

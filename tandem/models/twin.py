@@ -25,7 +25,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -39,7 +39,8 @@ from tandem.models.blocks import decoder_blocks
 from tandem.models.config_snapshot import Modules, steering, steers_as
 from tandem.models.rope import turning_point
 from tandem.models.shared_copy import Switch, is_split, plain_copy, shared_copy
-from tandem.ops.attention_context import LayerShape, Packed, Recording, attending
+from tandem.models.twin_mixers import TwinMixer
+from tandem.ops.attention_context import NO_STATE, LayerShape, Packed, Recording, attending
 
 
 @dataclass(slots=True)
@@ -86,6 +87,8 @@ _twins: WeakKeyDictionary[PreTrainedModel, _Twin] = WeakKeyDictionary()
 _stand_ins: WeakKeyDictionary[PreTrainedModel, _Twin] = WeakKeyDictionary()
 
 _KINDS = {"full_attention", "sliding_attention"}
+_KEEP_NOTHING = {"mlp", "moe"}
+"""Kinds of layers in which no token sees another (Nemotron-H)."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -139,11 +142,17 @@ def shares_every_tensor(model: nn.Module) -> bool:
 
 
 def kv_shapes(model: PreTrainedModel) -> tuple[LayerShape, ...]:
-    """What each attention layer keeps per token, in the order of the layers.
+    """What each layer keeps, per token or of a sequence, in the order of the layers.
 
-    Empty where the model's attention does not go through transformers' attention interface.
+    Empty where a layer's attention does not go through transformers' attention interface, or a
+    layer carries a state in a way that is not known.
     """
     return _current(model).layer_shapes()
+
+
+def keeps_states(model: PreTrainedModel) -> bool:
+    """Whether some layer keeps a state of each sequence, beside keys and values or instead."""
+    return any(shape.state != NO_STATE for shape in kv_shapes(model))
 
 
 def supports_packing(model: PreTrainedModel) -> bool:
@@ -280,16 +289,17 @@ def _recorded(twin: PreTrainedModel) -> tuple[tuple[LayerShape, ...], str]:
     layers = text.num_hidden_layers
     if recording.why_not:
         return (), f"family {family!r} {recording.why_not[0]}"
-    if sorted(recording.shapes) != list(range(layers)):
+    known = recording.shapes.keys() | recording.states.keys()
+    kinds = getattr(text, "layer_types", None) or ()
+    known |= {i for i, kind in enumerate(kinds) if kind in _KEEP_NOTHING}
+    if sorted(known) != list(range(layers)):
         return (), (
-            f"{len(recording.shapes)} of {layers} layers of family {family!r} attend through "
-            "transformers' attention interface"
+            f"{len(known)} of {layers} layers of family {family!r} attend through transformers' "
+            "attention interface"
         )
     if kind := _hidden_kind(text, recording):
         return (), f"family {family!r} has layers of {kind}, known to its own masks alone"
-    blocks = decoder_blocks(twin)  # audio parts beside them have convolutions of their own
-    if any(isinstance(module, nn.Conv1d) for block in blocks for module in block.modules()):
-        # Falcon-H1 has them beside attention; they would run on into the next sequence.
+    if _runs_on(twin):
         return (), f"family {family!r} has convolutions over tokens"
     # Not the type of the weights: shards are cast when they are gathered.
     if hidden.dtype != begins[0]:
@@ -297,7 +307,23 @@ def _recorded(twin: PreTrainedModel) -> tuple[tuple[LayerShape, ...], str]:
             f"family {family!r} computes in {_name(hidden.dtype)} and begins with embeddings in "
             f"{_name(begins[0])}"
         )
-    return tuple(recording.shapes[i] for i in range(layers)), ""
+    return tuple(
+        replace(recording.shapes.get(i, LayerShape()), state=recording.states.get(i, NO_STATE))
+        for i in range(layers)
+    ), ""
+
+
+def _runs_on(twin: PreTrainedModel) -> bool:
+    """Whether a convolution would run on into the next sequence: beside attention, say."""
+    inside = [
+        module
+        for block in decoder_blocks(twin)  # audio parts beside them have convolutions of their own
+        for module in block.modules()
+    ]
+    ours = {
+        id(part) for mixer in inside if isinstance(mixer, TwinMixer) for part in mixer.modules()
+    }
+    return any(isinstance(module, nn.Conv1d) and id(module) not in ours for module in inside)
 
 
 def _hidden_kind(config: Any, recording: Recording) -> str:
@@ -312,9 +338,14 @@ def _hidden_kind(config: Any, recording: Recording) -> str:
         positions = getattr(config, "max_position_embeddings", None)
         shown = any(recording.windows.values()) or not width or width >= (positions or math.inf)
         return "" if shown else "sliding_attention"
-    windows = {"full_attention": False, "sliding_attention": bool(width)}
+    windows = {"full_attention": False, "attention": False, "sliding_attention": bool(width)}
     for layer, kind in enumerate(kinds):
-        if windows.get(kind) != (recording.windows.get(layer, 0) > 0):
+        looks_back = recording.windows.get(layer, 0) > 0
+        if layer in recording.states or kind in _KEEP_NOTHING:
+            is_shown = not looks_back  # attention beside a state sees all keys
+        else:
+            is_shown = windows.get(kind) == looks_back
+        if not is_shown:
             return str(kind)
     return ""
 

@@ -22,6 +22,7 @@ from tandem.ops import dense, gpu
 from tandem.ops.attention import attend, attend_rotary
 from tandem.ops.attention_context import AttentionSpec, Decode, current_step
 from tandem.ops.joined import joined_linear
+from tandem.ops.recurrence import sigmoid
 
 
 class TwinLinear(nn.Linear):
@@ -127,6 +128,14 @@ class TwinGatedMLP(nn.Module):
         return self.down_proj(inner)  # type: ignore[operator]
 
 
+class TwinNumberedMLP(nn.Module):
+    """w2(silu(w1(x)) * w3(x)), as LFM 2 names them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) -> (..., D)."""
+        return self.w2(dense.swiglu(self.w1(x), self.w3(x)))  # type: ignore[operator]
+
+
 class TwinJoinedMLP(nn.Module):
     """down(silu(gate) * up), gate and up being halves of one projection."""
 
@@ -207,6 +216,25 @@ class TwinScaledAttention(TwinRotaryAttention):
         if heads == x.shape[1]:
             return x * factor
         return torch.cat([x[:, :heads] * factor, x[:, heads:]], 1)
+
+
+class TwinGatedAttention(TwinRotaryAttention):
+    """Attention whose output is gated head by head, the gates lying beside the queries, as Qwen
+    3.5's."""
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """(1, N, D) -> (1, N, D) and no weights; cos and sin (1, N, R)."""
+        module: Any = self
+        heads = (hidden_states.shape[1], -1, module.head_dim)
+        q, gate = module.q_proj(hidden_states).view(*heads[:2], 2 * heads[2]).chunk(2, -1)
+        k = module.k_norm(module.k_proj(hidden_states).view(heads))
+        v = module.v_proj(hidden_states).view(heads)
+        cos, sin = position_embeddings
+        q, k = dense.rotary(module.q_norm(q), k, cos[0], sin[0])
+        out = attend(module.layer_idx, q, k, v, self.kind()) * sigmoid(gate)
+        return module.o_proj(out.reshape(1, heads[0], -1)), None
 
 
 class TwinDifferentialAttention(TwinRotaryAttention):

@@ -41,13 +41,18 @@ def config_of(name: str) -> dict[str, Any]:
             )
         return known
     try:
-        config = json.loads(file.read_text("utf-8"))
+        config = json.loads(file.read_text("utf-8"), object_hook=_number_beyond_json)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or f"no JSON ({error})"
         raise ModelError(f"{file} must be a model's config; got: {why}.") from None
     if "num_hidden_layers" not in config and isinstance(config.get("text_config"), dict):
         config = {"model_type": config.get("model_type"), **config["text_config"]}
     return dict(config)
+
+
+def _number_beyond_json(found: dict[str, Any]) -> Any:
+    """Infinity and its like, as transformers writes them: {"__float__": "Infinity"}."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 def _base_of_adapter(folder: Path) -> str:
@@ -83,8 +88,9 @@ def shape_for(config: Mapping[str, Any], *, scalar: bool = False) -> Shape:
     from tandem.memory.shape import shape_of
 
     try:
-        made = AutoConfig.for_model(**dict(config))
-        return shape_of(made, scalar=scalar)
+        # From a dictionary as a file holds it, where a tuple is a list.
+        kind = type(AutoConfig.for_model(str(config.get("model_type"))))
+        return shape_of(kind.from_dict(dict(config)), scalar=scalar)
     except (ValueError, TypeError, AttributeError) as error:
         raise ModelError(
             f"model type {config.get('model_type')!r} must be one that transformers knows; got: "

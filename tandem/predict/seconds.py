@@ -180,8 +180,11 @@ def generating(
     weights = weight_bytes(shape, layout, layout.compute_bytes)
     # Packed weights that were quantized are as long as others.
     read = max(weights, packed_bytes(shape, layout)) if packs else weights
-    keys = 2.0 * layout.compute_bytes * shape.layers * shape.kv_width
-    memory = steps * read + work.rows * work.new * keys * (work.prompt + work.new / 2)
+    keys = 2.0 * layout.compute_bytes * (shape.layers - shape.keyless) * shape.kv_width
+    states = 2.0 * (layout.compute_bytes * shape.state + FLOAT * shape.state_floats)
+    memory = steps * read + work.rows * work.new * (
+        keys * (work.prompt + work.new / 2) + states
+    )  # fmt: skip
     drawn = work.rows * work.new
     terms = {
         "products": pace.products(flops, shape.width),

@@ -22,6 +22,7 @@ from tandem.generation.blocks import affordable_blocks, blocks_for, free_bytes
 from tandem.generation.detokenizer import AnswerText
 from tandem.generation.observed import TokenLogprobs
 from tandem.generation.runner import kv_dtype
+from tandem.generation.scheduler import state_slots
 from tandem.generation.stops import Stops
 from tandem.generation.streaming import CHUNK_TOKENS, Conversations, Handle
 from tandem.models.twin import decodes, kv_shapes
@@ -237,6 +238,7 @@ class Engine:
                 dtype=kv_dtype(loaded.model),
                 device=device,
                 free=int(free_bytes(device) * _KV_SHARE),
+                slots=state_slots(self.slots),
             )
         talk = Conversations(
             loaded.model,

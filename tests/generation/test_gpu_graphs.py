@@ -23,6 +23,7 @@ from tandem.generation.gpu_graphs import (
 )
 from tandem.generation.sampler import Sampler
 from tandem.generation.scheduler import Request
+from tandem.ops.attention_context import KVMemory
 from tests.generation.cuda_stand_ins import Graph, stand_in
 
 CPU = torch.device("cpu")
@@ -175,7 +176,7 @@ def test_what_is_recorded_for_a_draw_serves_all_that_draw_alike(recorder: CudaRe
     step = DecodeStep(2, 16, CPU, recorder)
     rows = Rows(2, 1, CPU)
     recorded: list[object] = []
-    step.run(lambda: torch.randn(2, 99))
+    step.run(lambda: torch.randn(2, 99), KVMemory([], 1, dtype=torch.float32, device=CPU))
     record = recorder.recorded
 
     def counted(function: Any, kind: Any, size: Any) -> Any:

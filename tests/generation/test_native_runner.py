@@ -106,12 +106,12 @@ def test_the_check_runs_what_will_draw() -> None:
         def __init__(self, model: PreTrainedModel, memory: KVMemory, longest: int) -> None:
             super().__init__(model, memory)
 
-        def decode(self, token_ids: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
-            return super().decode(token_ids, positions + 1, tables)
+        def decode(self, token_ids: Tensor, positions: Tensor, *others: Any) -> Tensor:
+            return super().decode(token_ids, positions + 1, *others)
 
     class Late(Wrong):
-        def prefill(self, token_ids: Tensor, lengths: Sequence[int], tables: Tensor) -> Tensor:
-            return super().prefill(token_ids, lengths, tables) + 1
+        def prefill(self, token_ids: Tensor, lengths: Sequence[int], *others: Any) -> Tensor:
+            return super().prefill(token_ids, lengths, *others) + 1
 
         decode = TwinRunner.decode
 

@@ -77,6 +77,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": _GEMMA | {"num_kv_shared_layers": 3, "global_head_dim": 16},
     "granitemoehybrid": _MAMBA2 | _MOE | {"layer_types": ["mamba", "attention", "mamba"]},
     "kimi_linear": _LATENT | {"linear_head_dim": 8, "linear_num_heads": 4},
+    "lfm2": _TEXT | {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": _TEXT
     | _MOE
     | {
@@ -202,6 +203,18 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 4, "num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 PACKED = {
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "mamba2",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
     "gemma3n_text",
     "gemma4_text",
     "gemma4_unified_text",

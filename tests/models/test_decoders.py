@@ -18,7 +18,7 @@ from tandem.engine.forward import response_logprobs
 from tandem.errors import ModelError
 from tandem.generation.native_runner import runs_natively
 from tandem.models.build import require_decoder
-from tandem.models.fused import _BY_NAME, _gated_mlp, _norm
+from tandem.models.fused import _BY_NAME, _UNIT_OFFSET, _gated_mlp, _norm
 from tandem.models.scalar import load_scalar_model, sequence_scores, token_values
 from tandem.models.selfcheck import check_twin
 from tandem.models.twin import decodes, supports_packing, why_unpacked
@@ -151,7 +151,8 @@ def test_padding_does_not_shift_blocks_of_keys() -> None:
 
 def test_layers_that_are_replaced_by_name_are_the_ones_that_were_read() -> None:
     """Norms and MLPs of other families have Llama's code, or Gemma's, in this transformers."""
-    others = {"Olmo2RMSNorm", "SeedOssMLP"}  # the same to rounding; without its dropout
+    # The same to rounding; without its dropout.
+    others = {"Olmo2RMSNorm", "OlmoHybridRMSNorm", "SeedOssMLP"}
     by_kind = {_norm: "RMSNorm", _gated_mlp: "MLP"}
     named = {
         name: by_kind[how]
@@ -166,7 +167,8 @@ def test_layers_that_are_replaced_by_name_are_the_ones_that_were_read() -> None:
     }
     for name, kind in named.items():
         if name not in others:
-            family = "Gemma" if "Gemma" in name and kind == "RMSNorm" else "Llama"
+            is_offset = kind == "RMSNorm" and name.startswith(_UNIT_OFFSET)
+            family = "Gemma" if is_offset else "Llama"
             assert _forward(name, name.removesuffix(kind)) == read[f"{family}{kind}"], name
 
 

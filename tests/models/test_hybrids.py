@@ -31,16 +31,11 @@ from tests.generation.test_exactness import STOP, STOPS, by_row, prompts
 from .families import perturbed, ragged_batch, saved, scaled
 from .hybrid_families import HYBRIDS, PACKED, hybrid_config
 
-# transformers' decoding and its forward compute the gated delta rule in another order, and its
-# decoding by Mamba 2 leaves out the least step size that its forward has.
-_LOOSE = {
-    "nemotron_h": 5e-3,
-    "zamba2": 1e-2,
-    "qwen3_5_text": 5e-4,
-    "qwen3_5_moe_text": 5e-4,
-    "qwen3_next": 2e-4,
-    "olmo_hybrid": 2e-4,
-}
+# transformers' decoding by Mamba 2 leaves out the least step size that its forward has.
+_LOOSE = {"zamba2": 1e-2}
+# Its forward computes the gated delta rule by chunks, in another order than a token at a time.
+# Either is so far from float64 in these models.
+_DELTA_RULE = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"}
 
 
 @cache
@@ -80,7 +75,7 @@ def require_exact(family: str) -> None:
             ours.sum().backward()
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     model.zero_grad()
-    assert scaled(ours, own, 1e-6)
+    assert scaled(ours, own, 5e-6 if family in _DELTA_RULE else 1e-6)
     assert gradients[0].keys() == gradients[1].keys()
     largest = max(float(gradient.abs().max()) for gradient in gradients[0].values())
     for name, gradient in gradients[0].items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,9 +26,11 @@ from tandem.memory.shape import Shape, shape_of
 from tandem.memory.steps import PPOWork, ppo_memory, supervised_memory
 from tandem.memory.work import activation_bytes, generation_bytes, kv_bytes, packed_bytes
 from tandem.models.frozen import freeze_quantized
+from tandem.models.load import new_causal_lm
 from tandem.models.lora import add_lora
 from tandem.plan.run import plan_memory
-from tests.models.families import ragged_batch, tiny_config, tiny_model, tiny_scalar
+from tests.models.families import config_of, ragged_batch, tiny_config, tiny_model, tiny_scalar
+from tests.models.hybrid_families import HYBRIDS
 
 SHAPE = Shape(
     parameters=1000,
@@ -135,6 +138,41 @@ def test_activations_are_what_autograd_keeps(
         for n, s in shapes.items()
     }
     assert slope["many"] - slope["few"] == pytest.approx((expected[3] - expected[1]) / 2, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "bamba"])
+def test_layers_with_a_state_are_counted_by_what_they_keep(family: str, dtype: torch.dtype) -> None:
+    """By the slope over tokens and over four more layers, three of which have a state."""
+    layout = Layout(on_cpu=True, half=dtype == torch.bfloat16)
+    kept, expected = dict[tuple[int, int], int](), dict[tuple[int, int], float]()
+    for layers in (4, 8):
+        options = HYBRIDS[family] | {"num_hidden_layers": layers}
+        if family == "bamba":
+            options |= {"attn_layer_indices": [*range(1, layers, 4)]}
+        else:
+            state = "conv" if family == "lfm2" else "linear_attention"
+            options |= {"layer_types": ([state] * 3 + ["full_attention"]) * (layers // 4)}
+        config = config_of(family, **options)
+        model = new_causal_lm(config, seed=1).to(dtype)
+        for tokens in (16, 48):
+            kept[layers, tokens] = _saved_bytes(model, ragged_batch((tokens,)))
+            expected[layers, tokens] = activation_bytes(shape_of(config), tokens, layout)
+
+    def slope(of: Mapping[tuple[int, int], float]) -> float:
+        return of[8, 48] - of[8, 16] - of[4, 48] + of[4, 16]
+
+    assert slope(kept) == pytest.approx(slope(expected), rel=0.25)
+
+
+def test_states_are_what_a_rollout_allocates() -> None:
+    model = new_causal_lm(config_of("bamba", **HYBRIDS["bamba"]), seed=1)
+    memory = new_memory(model, num_blocks=11, num_slots=5)
+    held = sum(tensor[:5].nbytes for layer in memory.states for tensor in layer)
+    shape = shape_of(model.config)
+    assert kv_bytes(shape, 5, 0, Layout()) == held
+    blocks = sum(tensor[:5].nbytes for layer in memory.layers for tensor in layer)
+    assert kv_bytes(shape, 5, 16, Layout()) == held + blocks
 
 
 def test_kv_memory_is_what_a_rollout_allocates() -> None:

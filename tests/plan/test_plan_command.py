@@ -50,7 +50,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize(
     ("family", "said"),
-    [("qwen3_5_text", "layers of linear_attention are counted as attention"), ("phi3", "")],
+    [("minimax", "layers of linear_attention are counted as attention"), ("phi3", "")],
 )
 def test_layers_that_are_not_counted_are_named(
     family: str,
