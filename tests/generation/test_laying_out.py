@@ -27,12 +27,14 @@ from tandem.generation.runners import make_runner
 from tandem.generation.stops import Stops
 from tandem.models.frozen import FrozenLinear, freeze_quantized
 from tandem.models.laid_out import LaidOutWeight, lay_out
-from tandem.models.lora import add_lora, lora_parameters
+from tandem.models.load import new_causal_lm
+from tandem.models.lora import adaptable, add_lora, lora_parameters
 from tandem.models.summary import sequence_flops
 from tandem.ops import native
 from tandem.types import PromptRow, Rollout, Source
 
-from ..models.families import tiny_model
+from ..models.families import perturbed, tiny_model
+from ..models.hybrid_families import HYBRIDS, hybrid_config
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 
@@ -89,6 +91,38 @@ def test_bits_stay_and_the_first_copy_goes(family: str, dtype: torch.dtype, adap
     assert sequence_flops(model, [20], 20) == flops
 
 
+@pytest.mark.parametrize("family", ["gemma2", "opt", "qwen3_5_text", "longcat_flash"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_families_without_a_decoder_of_one_call_keep_their_bits_too(
+    family: str, dtype: torch.dtype, adapted: bool
+) -> None:
+    """Layer by layer; but for a router whose family reads the weight itself."""
+    if family in HYBRIDS:
+        model = perturbed(new_causal_lm(hybrid_config(family), seed=3)).to(dtype)
+    else:
+        model = tiny_model(family).to(dtype)
+    model.eval().requires_grad_(False)
+    if adapted:
+        add_lora(model, LoraConfig(rank=3), seed=0)
+        for parameter in lora_parameters(model):
+            parameter.data += 0.1
+        model.to(dtype).requires_grad_(False)
+    made, read = answers(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert lay_out_model(model)
+    layers = {name: model.get_submodule(name) for name in adaptable(model)}
+    plain = [name for name, m in layers.items() if type(m.weight) is not LaidOutWeight]
+    assert all("router" in name for name in plain)
+    assert bool(plain) == (family == "longcat_flash")
+    again, read_again = answers(model)
+    assert torch.equal(again.batch.token_ids, made.batch.token_ids)
+    assert torch.equal(again.rollout_logprobs, made.rollout_logprobs)
+    assert torch.equal(read_again, read)
+    if not adapted:
+        assert state_of(model) == state_of_tensors(before)
+
+
 def test_a_runner_reads_the_very_memory() -> None:
     model: Any = frozen_model("llama", torch.float32)
     assert lay_out_model(model)
@@ -121,7 +155,8 @@ def test_what_a_runner_copies_must_fit(adapted: bool) -> None:
     "why", ["family", "trained", "laid out already", "a layer in two places", "a hook"]
 )
 def test_what_cannot_be_laid_out_stays(why: str) -> None:
-    model: Any = tiny_model("opt") if why == "family" else tiny_model("llama", **WIDE)
+    # GPT-2's layers are no nn.Linear.
+    model: Any = tiny_model("gpt2") if why == "family" else tiny_model("llama", **WIDE)
     model.requires_grad_(why == "trained")
     again = why == "laid out already"
     if again:
