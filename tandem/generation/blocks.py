@@ -89,10 +89,13 @@ def affordable_blocks(
     room = int((free_bytes(device) if free is None else free) * share)
     allowed = max(0, room - slots * state_bytes(shapes, dtype)) // max(1, block_bytes)
     if allowed < largest:
+        states = slots * state_bytes(shapes, dtype)
+        beside = f" less {states >> 20} MiB for layers' states" if states else ""
         raise GenerationError(
             f"KV memory must hold the longest prompt and answer, {largest * block_bytes >> 20} MiB "
             f"({largest} blocks); got {allowed * block_bytes >> 20} MiB, {share:.0%} of what is "
-            "free. Lower sampling.max_new_tokens or dataset.max_prompt_tokens, or free memory."
+            f"free{beside}. Lower sampling.max_new_tokens or dataset.max_prompt_tokens, or free "
+            "memory."
         )
     return min(needed, allowed)
 
@@ -102,12 +105,17 @@ def state_bytes(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
     return sum(shape.state.bytes_per_sequence(dtype) for shape in shapes)
 
 
-def affordable_slots(wanted: int, each: int, device: torch.device) -> int:
+def affordable_slots(wanted: int, each: int, device: torch.device, free: int | None = None) -> int:
     """How many of the wanted sequences may keep states of `each` bytes: they take at most half of
-    what KV memory may take, but there is one at least."""
+    what KV memory may take, but there is one at least.
+
+    Args:
+        free: bytes that are free; measured if None.
+    """
     if not each or wanted <= 1:
         return wanted
-    return max(1, min(wanted, int(free_bytes(device) * _share(device) / 2) // each))
+    room = (free_bytes(device) if free is None else free) * _share(device) / 2
+    return max(1, min(wanted, int(room) // each))
 
 
 def _share(device: torch.device) -> float:

@@ -226,14 +226,17 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     return size
 
 
-def rows_together(model: PreTrainedModel, wanted: int) -> int:
+def rows_together(model: PreTrainedModel, wanted: int, free: int | None = None) -> int:
     """Answers that run side by side: those wanted, or as many as logits and states may be held of.
 
     A sampler's numbers are float32 whatever the model computes in.
+
+    Args:
+        free: bytes that states are measured from; what is free if None.
     """
     each = state_bytes(kv_shapes(model), kv_dtype(model)) if decodes(model) else 0
     rows = min(wanted, rows_at_once(vocabulary_size(model), torch.float32, model.device))
-    return affordable_slots(rows, each, model.device)
+    return affordable_slots(rows, each, model.device, free)
 
 
 def check_token_ids(size: int, token_ids: Sequence[int], where: str) -> None:

@@ -207,7 +207,8 @@ class Scheduler:
             self.pool.keep((*request.prompt, *answer), request.blocks)
         self.pool.release(request.blocks)
         request.blocks = []
-        request.state = self._released(request.state)
+        self._release_state(request.state)
+        request.state = -1
         self._is_stuck = False
 
     def drop(self, entry: Entry) -> bool:
@@ -228,8 +229,10 @@ class Scheduler:
                 group.waiting.remove(request)
                 self.num_waiting -= 1
                 if not group.waiting:
+                    # Samples that came in before may still be waiting for what the prompt leaves
+                    # in its blocks and slot, which nobody takes before they have begun.
                     self.pool.release(group.blocks)
-                    group.state = self._released(group.state)
+                    self._release_state(group.state)
                     self._queue.remove(group)
                 return
 
@@ -277,10 +280,9 @@ class Scheduler:
         """A slot, -1 where none is needed; one is free whenever a row is."""
         return -1 if self._states is None else self._states.take(1)[0]
 
-    def _released(self, slot: int) -> int:
+    def _release_state(self, slot: int) -> None:
         if self._states is not None and slot >= 0:
             self._states.release([slot])
-        return -1
 
 
 def state_slots(slots: int) -> int:

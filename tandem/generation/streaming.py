@@ -62,7 +62,8 @@ class Conversations:
 
     Each conversation has its own sampling and seed, and its text does not depend on the others.
     What prompts begin with alike is computed once, and so is what a conversation's next prompt
-    repeats of its earlier turns, as long as memory has room for it and the weights stay the same.
+    repeats of its earlier turns, as long as memory has room for it and the weights stay the same
+    (not where layers keep states, which are of a prompt's end alone).
     The model must not change between `step`s. Use it as a context manager, which frees the memory.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.errors import ModelError
+from tandem.models.hf_logging import quiet
 from tandem.models.modes import evaluating
 from tandem.models.source import positions_in
 from tandem.models.twin import (
@@ -20,6 +22,7 @@ from tandem.models.twin import (
     kv_shapes,
     own_forwards,
     running,
+    supports_packing,
     twin_of,
 )
 from tandem.ops.attention_context import BLOCK_TOKENS, Decode, KVMemory, Packed, attending
@@ -103,7 +106,9 @@ def check_twin(
     family, advice = model.config.model_type, _advice(model)
     with evaluating(model):
         runs = running(model)
-        full = torch.cat([runs(input_ids=row[None], use_cache=False).logits[0] for row in rows])
+        # Which warns of slow operations of the family's own that the twin does not run.
+        with quiet() if supports_packing(model) else nullcontext():
+            full = torch.cat([runs(input_ids=row[None], use_cache=False).logits[0] for row in rows])
         packed = _packed_logits(model, rows)
         decoded = _decoded_logits(model, rows, make_decoder or _Modules) if decodes(model) else None
     to_model = _require_close(full, packed, family, "packed", advice)

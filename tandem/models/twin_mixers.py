@@ -194,7 +194,8 @@ class TwinScaledMamba2(TwinMamba2):
     def projected(self, x: Tensor) -> Tensor:
         """As `TwinMamba2` says."""
         module: Any = self
-        return module.in_proj(x * module.ssm_in_multiplier) * module.mup_vector[0]
+        made = module.in_proj(x * module.ssm_in_multiplier) * module.mup_vector[0]
+        return made.to(x.dtype)  # the factors are float32 whatever the weights are
 
     def normed(self, out: Tensor, gate: Tensor) -> Tensor:
         """As `TwinMamba2` says."""

@@ -143,7 +143,9 @@ def _plain_conv(
         state, slots = step.memory.states[layer][0], step.slots
         seen = torch.cat([state[slots], x[:, None]], 1)
         state[slots] = seen[:, 1:]
-        return _activated((seen * weight.t()).float().sum(1), bias, silu, x.dtype)
+        return _activated((seen.float() * weight.t().float()).sum(1), bias, silu, x.dtype)
+    if not len(x):
+        return x
     if step.prefixes is not None:
         whole = step.whole()
         made = _plain_conv(layer, x[whole.tokens], weight, bias, silu, whole.packed)
@@ -198,6 +200,8 @@ def _plain_recurrence(
         old = old + k[..., None] * new[..., None, :]
         state[slots] = old
         return _read(old, q)
+    if not len(v):
+        return v
     if step.prefixes is not None:
         whole = step.whole()
         q, k, v, decay = (x[whole.tokens] for x in (q, k, v, decay))
@@ -245,10 +249,11 @@ def _in_chunks(
     for at in range(0, q.shape[2], CHUNK_TOKENS):
         part = slice(at, at + CHUNK_TOKENS)
         queries, keys, written = q[:, :, part], k[:, :, part], v[:, :, part]
-        total = decay[:, :, part].cumsum(-1)
-        between = total[..., :, None] - total[..., None, :]
+        # Differences of sums of strong decays would lose their digits in float32.
+        total = decay[:, :, part].double().cumsum(-1)
+        between = (total[..., :, None] - total[..., None, :]).float()
         between = between.masked_fill(torch.ones_like(between).triu(1).bool(), -torch.inf).exp()
-        grown = total.exp()[..., None]
+        grown = total.float().exp()[..., None]
         if beta is not None:
             rate = beta[:, :, part, None]
             system = (rate * (keys @ keys.transpose(-1, -2)) * between).tril(-1)
@@ -258,6 +263,6 @@ def _in_chunks(
             )  # fmt: skip
         scores = (queries @ keys.transpose(-1, -2)) * between
         made.append(grown * (queries @ state) + scores @ written)
-        left = (total[..., -1:] - total).exp()[..., None]
+        left = (total[..., -1:] - total).float().exp()[..., None]
         state = grown[..., -1:, :] * state + (keys * left).transpose(-1, -2) @ written
     return torch.cat(made, 2), state

@@ -20,6 +20,7 @@ from tandem.config.schema import SamplingConfig
 from tandem.errors import GenerationError, TandemError
 from tandem.generation.blocks import affordable_blocks, blocks_for, free_bytes
 from tandem.generation.detokenizer import AnswerText
+from tandem.generation.generator import rows_together
 from tandem.generation.observed import TokenLogprobs
 from tandem.generation.runner import kv_dtype
 from tandem.generation.scheduler import state_slots
@@ -228,22 +229,24 @@ class Engine:
 
     def _open(self, loaded: Loaded) -> _Running:
         context = self.context_of(loaded)
-        blocks = None
+        blocks, slots = None, self.slots
         if decodes(loaded.model):
             device, longest = loaded.model.device, blocks_for(context)
+            free = int(free_bytes(device) * _KV_SHARE)
+            slots = rows_together(loaded.model, slots, free)
             blocks = affordable_blocks(
                 kv_shapes(loaded.model),
-                needed=self.slots * longest,
+                needed=slots * longest,
                 largest=longest,
                 dtype=kv_dtype(loaded.model),
                 device=device,
-                free=int(free_bytes(device) * _KV_SHARE),
-                slots=state_slots(self.slots),
+                free=free,
+                slots=state_slots(slots),
             )
         talk = Conversations(
             loaded.model,
             Stops.of(loaded.renderer),
-            slots=self.slots,
+            slots=slots,
             max_tokens=context,
             kv_blocks=blocks,
             chunk_tokens=self._prefill_tokens,

@@ -119,6 +119,68 @@ def test_slots_are_free_again_when_answers_end_or_are_cancelled(late: bool) -> N
     assert session._memory.states == []
 
 
+def test_samples_go_on_whose_last_one_is_cancelled_while_their_prompt_runs() -> None:
+    """Two have come in and wait for a prompt that runs in parts; the third waits for a row."""
+    model = hybrid("bamba")
+    sampler = Sampler(SamplingConfig(), STOPS.stop_token_ids, CPU, 99)
+
+    def answers(*, cancelled: bool) -> dict[int, list[int]]:
+        session = Session(
+            model, STOPS.stop_token_ids, slots=3, num_blocks=60, table_width=10, refill=1,
+            chunk_tokens=16,
+        )  # fmt: skip
+        said: dict[int, list[int]] = {}
+
+        def step() -> None:
+            for drawn in session.step():
+                for request, token in zip(drawn.requests, drawn.token_ids, strict=True):
+                    said.setdefault(request.number, []).append(token)
+
+        rows = prompts(9, 70, 20)
+        for place, (samples, limit) in enumerate(((1, 30), (3, 12), (1, 12))):
+            requests = [
+                Request(
+                    10 * place + n,
+                    rows[place].token_ids,
+                    sequence_key(1, 1, place, n),
+                    sampler,
+                    limit,
+                )
+                for n in range(samples)
+            ]
+            session.submit(requests)
+            step()
+            if place == 1 and cancelled:
+                assert [group.computed for group in session._prompts] == [16]
+                assert [entry.request for entry in session._entries] == requests[:2]
+                session.cancel(requests[2])
+        while session.busy:
+            step()
+        states = session._scheduler._states
+        assert states is not None
+        assert (states.num_free, session.num_free_blocks) == (4, 60)
+        session.close()
+        return said
+
+    left, whole = answers(cancelled=True), answers(cancelled=False)
+    assert whole.pop(12)
+    assert left == whole
+
+
+@bitwise
+def test_factors_in_float32_leave_the_type_of_the_weights() -> None:
+    """Falcon H1's are a buffer, which loading in bf16 leaves as it is."""
+    model = hybrid("falcon_h1", torch.bfloat16)
+    for module in model.modules():
+        if "mup_vector" in module._buffers:
+            module.mup_vector = module.mup_vector.float()
+    rollout = rollout_of(model, LENGTHS, batch_size=5)
+    mask = rollout.batch.response_mask
+    scored, _ = response_logprobs(model, rollout.batch)
+    apart = (rollout.rollout_logprobs - scored.detach())[mask].abs()
+    assert float(apart.max()) < 0.1
+
+
 def test_an_answer_is_drawn_from_its_own_state_beside_others() -> None:
     model, sampling = hybrid("falcon_h1"), SamplingConfig(max_new_tokens=20, top_k=1)
     rows = prompts(*LENGTHS)
@@ -140,6 +202,7 @@ def test_states_are_counted_where_memory_is_short(monkeypatch: pytest.MonkeyPatc
     assert affordable_slots(64, 0, CPU) == 64
     assert affordable_slots(64, 1000 * each, CPU) == 1
     assert rows_together(model, 64) == 10
+    assert rows_together(model, 64, 20 * each) == 5
     shapes, kind = [LayerShape(1, 8, 8, StateShape((3, 80)))], torch.float32
     room = 100 * 16 * 16 * 4
     for slots, expected in ((0, 50), (10, (room // 2 - 10 * 960) // 1024)):

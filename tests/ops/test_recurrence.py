@@ -155,6 +155,24 @@ def test_a_convolution_is_the_loop_and_so_is_its_gradient(
         assert_near(one, other, 3e-6)
 
 
+def test_strong_decays_and_no_tokens_are_no_special_case(how: str) -> None:
+    inputs = CASES["delta rule"].inputs(sum(SEGMENTS["whole"][0]))
+    inputs[3] = inputs[3] * 80  # a state is forgotten at once, and its sums are large
+    ours = [x.requires_grad_() for x in inputs]
+    exact = [x.detach().double().requires_grad_() for x in ours]
+    with attending(step_over("whole")):
+        out = recurrence(0, *ours)
+    theirs = looped(exact, "whole")
+    assert_near(out, theirs, 2e-6)
+    for one, other in zip(
+        torch.autograd.grad(out.sum(), ours), torch.autograd.grad(theirs.sum(), exact), strict=True
+    ):
+        assert_near(one, other, 1e-5)
+    with attending(Packed.of_lengths([0], CPU)):
+        assert recurrence(0, *(x[:0] for x in ours)).shape == (0, 4, 8)
+        assert causal_conv(0, torch.ones(0, 6), torch.ones(6, 4), None, silu=True).shape == (0, 6)
+
+
 @bitwise
 @pytest.mark.parametrize("segments", ["of one prompt", "of beginnings"])
 def test_what_continues_a_segment_has_the_bits_of_the_whole_sequence(segments: str) -> None:
