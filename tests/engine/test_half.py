@@ -297,9 +297,9 @@ def test_a_rollout_after_an_update_replays_what_was_recorded(
     stand_in(monkeypatch)
     places: list[tuple[Tensor, Tensor]] = []
 
-    def same_places(model: PreTrainedModel, num_blocks: int) -> KVMemory:
+    def same_places(model: PreTrainedModel, num_blocks: int, num_slots: int) -> KVMemory:
         """A tape of operations knows no addresses: both rollouts get the same tensors."""
-        memory = new_memory(model, num_blocks)
+        memory = new_memory(model, num_blocks, num_slots)
         places[:] = places or memory.layers
         memory.layers = list(places)
         return memory
