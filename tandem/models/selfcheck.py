@@ -152,11 +152,12 @@ def _decoded_logits(
     device = model.device
     width = -(-max(len(row) for row in rows) // BLOCK_TOKENS)
     dtype = twin_of(model).dtype
+    has_states = keeps_states(model)
     memory = KVMemory(
         kv_shapes(model), width * len(rows) + 1, dtype=dtype, device=device,
-        num_slots=len(rows) + 1,
+        num_slots=len(rows) + 1 if has_states else 0,
     )  # fmt: skip
-    slots = torch.arange(len(rows) - 1, -1, -1, device=device) if keeps_states(model) else None
+    slots = torch.arange(len(rows) - 1, -1, -1, device=device) if has_states else None
     # Blocks in descending order, so that a decoder that ignores the table fails.
     tables = torch.arange(width * len(rows) - 1, -1, -1, dtype=torch.int32, device=device)
     tables = tables.view(len(rows), width)
