@@ -203,7 +203,7 @@ class DecodeStep:
         self.token_ids = torch.zeros(rows, dtype=torch.long, device=device)
         self.positions = torch.zeros_like(self.token_ids)
         self.tables = torch.zeros((rows, width), dtype=torch.int32, device=device)
-        self.states = torch.zeros_like(self.token_ids)
+        self.states: Tensor | None = None  # where no layer keeps any
         self._keys, self._numbers = torch.zeros_like(self.token_ids), self.positions.clone()
         self._used, self._scratch = rows, -1
         self._recorder = recorder
@@ -213,9 +213,7 @@ class DecodeStep:
 
     def decode(self, memory: KVMemory) -> Decode:
         """What the attention layers need to know."""
-        return Decode(
-            self.positions, self.tables, memory, self.states if memory.num_slots else None
-        )  # fmt: skip
+        return Decode(self.positions, self.tables, memory, self.states)
 
     def load(
         self,
@@ -240,6 +238,8 @@ class DecodeStep:
             self.positions[n : self._used].fill_(0)
         self._used = n
         if states is not None:
+            if self.states is None:
+                self.states = torch.zeros_like(self.token_ids)
             self.states[:n].copy_(states)
             self.states[n:].fill_(scratch_slot)
 

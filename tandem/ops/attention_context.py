@@ -103,7 +103,7 @@ class KVMemory:
                 torch.zeros(num_slots, *shape.state.conv, dtype=dtype, device=device),
                 torch.zeros(num_slots, *shape.state.matrix, device=device),
             )
-            for shape in shapes
+            for shape in (shapes if num_slots else ())
         ]
 
     def copy_states(self, sources: Tensor, targets: Tensor) -> None:

@@ -117,20 +117,17 @@ def in_buckets(patch: pytest.MonkeyPatch, *, late: bool = False) -> Seen:
     return seen
 
 
-class Addressed(KVMemory):
-    """AddressedMemory's part on a CPU: layers that are those of what it points at."""
-
-    def __init__(self, memory: KVMemory) -> None:
-        self.target: KVMemory | None = memory
+class Addressed(paged_gpu.AddressedMemory):
+    """AddressedMemory itself, but for layers that are those of what it points at: a CPU's attention
+    knows no addresses."""
 
     def point_at(self, memory: KVMemory) -> None:
-        self.target = memory
+        super().point_at(memory)
+        self.layers = memory.layers
 
     def forget(self) -> None:
-        self.target = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.target, name)
+        super().forget()
+        self.layers = []
 
 
 def found_by_address(patch: pytest.MonkeyPatch) -> None:
