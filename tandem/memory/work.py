@@ -170,8 +170,13 @@ def kv_bytes(shape: Shape, rows: int, tokens: int, layout: Layout) -> float:
     """KV memory of `rows` answers in parallel, prompt and answer `tokens` long, and states."""
     held = -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
     layers = shape.layers - shape.keyless
-    states = layout.compute_bytes * shape.state + FLOAT * shape.state_floats
-    return 2.0 * layout.compute_bytes * layers * shape.kv_width * rows * held + rows * states
+    keys = 2.0 * layout.compute_bytes * layers * shape.kv_width
+    return rows * (keys * held + state_bytes(shape, layout))
+
+
+def state_bytes(shape: Shape, layout: Layout) -> float:
+    """What layers keep of one answer, however long it is."""
+    return float(layout.compute_bytes * shape.state + FLOAT * shape.state_floats)
 
 
 def packed_bytes(shape: Shape, layout: Layout) -> float:

@@ -133,10 +133,7 @@ def _mixer(to: type[nn.Module]) -> Callable[[Any, type[nn.Module]], Fused]:
 
 def mixer_size(module: nn.Module) -> MixerSize | None:
     """What a layer with a state keeps, where `fused` replaces it; None for any other module."""
-    kind = type(module)
-    if not (kind.__module__.startswith("transformers.") and kind.__name__ in _BY_NAME):
-        return None
-    to, _ = fused(module, kind)
+    to, _ = fused(module, type(module))
     return to.size_of(module) if issubclass(to, TwinMixer) else None
 
 

@@ -13,7 +13,13 @@ from dataclasses import dataclass, field, replace
 
 from tandem.memory.dimensions import Shape
 from tandem.memory.model import FLOAT, Layout, trained_parameters, weight_bytes
-from tandem.memory.work import activation_bytes, forward_bytes, packed_bytes, recomputed_share
+from tandem.memory.work import (
+    activation_bytes,
+    forward_bytes,
+    packed_bytes,
+    recomputed_share,
+    state_bytes,
+)
 from tandem.ops.sizes import PREFILL_TOKENS
 from tandem.predict.hardware import Hardware
 from tandem.predict.work import Work
@@ -181,7 +187,7 @@ def generating(
     # Packed weights that were quantized are as long as others.
     read = max(weights, packed_bytes(shape, layout)) if packs else weights
     keys = 2.0 * layout.compute_bytes * (shape.layers - shape.keyless) * shape.kv_width
-    states = 2.0 * (layout.compute_bytes * shape.state + FLOAT * shape.state_floats)
+    states = 2.0 * state_bytes(shape, layout)
     memory = steps * read + work.rows * work.new * (
         keys * (work.prompt + work.new / 2) + states
     )  # fmt: skip
