@@ -6,6 +6,7 @@ checkpointing, slices for generation. A run that has begun keeps the layout that
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def choose_layout(
         flags = flags_of(knobs)
         print_line(
             f"layout: {config.output_dir} has begun, so its layout is kept: "
-            f"{' '.join(flags) or 'as configured'}"
+            f"{shlex.join(flags) or 'as configured'}"
         )
         return with_knobs(config, knobs), flags
     asked = asked_of(config, this_machine(print_line), ranks)

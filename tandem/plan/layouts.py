@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,12 +42,16 @@ class Laid:
         """The largest bytes of a rank, over the stages."""
         return max(stage.peak for stage in self.stages)
 
+    @property
+    def knows_steps(self) -> bool:
+        """Whether every stage's number of steps is known."""
+        return all(stage.total_seconds is not None for stage in self.stages)
+
     @cached_property
     def seconds(self) -> float:
         """Of all stages, or of one step of each."""
-        totals = [stage.total_seconds for stage in self.stages]
-        if all(total is not None for total in totals):
-            return sum(total or 0.0 for total in totals)
+        if self.knows_steps:
+            return sum(stage.total_seconds or 0.0 for stage in self.stages)
         return sum(stage.step_seconds for stage in self.stages)
 
     @property
@@ -66,8 +71,8 @@ class Laid:
         return all(s.peak <= (s.budget if limit is None else limit) for s in self.stages)
 
     def flags(self) -> str:
-        """The changes as flags."""
-        return " ".join(flags_of(self.changes)) or "as it is"
+        """The changes as flags, as a shell takes them (`--frozen-weights ''`)."""
+        return shlex.join(flags_of(self.changes)) or "as it is"
 
 
 def predict_run(

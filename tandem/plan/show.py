@@ -57,7 +57,7 @@ def show_plan(
 
 def _say(console: Console, line: str, style: str = "") -> None:
     """Print a line, wrapped under itself, never between a flag and its value."""
-    glued = re.sub(r"(--[\w-]+) (?!--)(?=[\w./]+(?: |$|:))", "\\1\u00a0", line)
+    glued = re.sub(r"(--[\w-]+) (?!--)(?=[\w./']+(?: |$|:))", "\\1\u00a0", line)
     glued = re.sub(r"(\d) (?=[KMGT]iB|s\b|min\b|h\b)", "\\1\u00a0", glued)
     width = console.width - 1
     indent = len(line) - len(line.lstrip()) + 4
@@ -126,16 +126,20 @@ def _verdict(console: Console, laid: Laid, others: Sequence[Laid], limit: float 
     alike = [other for other in others if other.trains_alike]
     fitting = [other for other in alike if other.fits(limit)][:3]
     for other in fitting:
-        _say(console, f"  yes {duration(other.seconds)}, {size_text(other.peak)}: {other.flags()}")
+        _say(console, f"  yes {_time_and_peak(other)}: {other.flags()}")
     if alike and not fitting:
         smallest = min(alike, key=lambda other: other.peak)
         _say(console, f"  none fits; the smallest: {size_text(smallest.peak)}: {smallest.flags()}")
     adapted = [other for other in others if not other.trains_alike and other.fits(limit)][:1]
     for other in adapted:
-        line = f"  yes {duration(other.seconds)}, {size_text(other.peak)}, trains adapters alone: "
-        _say(console, line + other.flags())
+        _say(console, f"  yes {_time_and_peak(other)}, trains adapters alone: {other.flags()}")
     for other, why in failures(alike, limit, 3):
         _say(console, f"  no  {other.flags()}: {why}")
+
+
+def _time_and_peak(laid: Laid) -> str:
+    each = "" if laid.knows_steps else " for a step of each"
+    return f"{duration(laid.seconds)}{each}, {size_text(laid.peak)}"
 
 
 def plan_notes(laid: Laid, rows: Sequence[str], models: Iterable[Models] = ()) -> list[str]:

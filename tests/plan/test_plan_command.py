@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -94,6 +95,20 @@ def test_json_says_the_same_and_what_does_not_fit(capsys: pytest.CaptureFixture[
     phase = stage["phases"][stage["peak_phase"]]
     assert sum(phase["parts"].values()) == pytest.approx(phase["live_bytes"], rel=0.01)
     assert any("needs" in entry["why"] for entry in told["rejected"])
+
+
+@pytest.mark.usefixtures("machine")
+def test_an_empty_value_is_written_as_a_shell_takes_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ("--lora-rank", "8", "--frozen-weights", "nf4", "--micro-batch-tokens", "1024")
+    code, said, _ = run(capsys, *SHAPE, *asked)
+    assert code == 0
+    other = next(line for line in said.splitlines() if "--frozen-weights" in line)  # without it
+    words = shlex.split(other[other.index("--frozen-weights") :])
+    assert words[1] == ""
+    assert "for a step of each" in other  # without data their number is not known
+    assert run(capsys, *SHAPE, *asked, *words)[0] == 0
 
 
 @pytest.mark.usefixtures("machine")
