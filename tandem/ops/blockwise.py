@@ -10,8 +10,9 @@ A block of zeros comes back as zeros. A block that holds an inf or a NaN, or who
 the scales' dtype, comes back as NaN in every place: what went wrong stays seen. Numbers whose scale
 underflows to 0 come back as 0.
 
-On a CPU the work is done in C++ (`csrc/blockwise.cpp`), on a GPU by compiled functions, elsewhere
-by the same functions uncompiled; codes and scales are the same to the bit on a CPU.
+On a CPU the work is done in C++ (`csrc/blockwise.cpp`), on a GPU by compiled functions if Triton
+runs there, elsewhere by the same functions uncompiled; codes and scales are the same to the bit on
+a CPU.
 """
 
 from __future__ import annotations
@@ -143,7 +144,9 @@ def quantize_into(
     if _native(x):
         _op("blockwise_quantize_")(x, codes, scales, _KINDS.index(code.kind), code.block, [*numels])
         return
-    encode = _compiled(_ENCODERS[code.kind]) if x.is_cuda else _ENCODERS[code.kind]
+    encode = _ENCODERS[code.kind]
+    if _compiles(x):
+        encode = _compiled(encode)
     padded = _pad(x, numels, code.block).view(-1, code.block)
     block_codes, block_scales = encode(padded, code.scale_dtype)
     scales.copy_(block_scales.view(scales.shape))
@@ -174,7 +177,9 @@ def dequantize_into(
         flat = codes.reshape(-1), scales.reshape(-1)
         dequantize_gpu(*flat, table, out, kind, code.block)
         return
-    decode = _compiled(_DECODERS[code.kind]) if out.is_cuda else _DECODERS[code.kind]
+    decode = _DECODERS[code.kind]
+    if _compiles(out):
+        decode = _compiled(decode)
     parts, width = codes.shape[0], code.block // code.per_byte
     num_blocks = scales.shape[1] * scales.shape[2]
     padded = _pad(codes, code.run_bytes(numels), width).view(parts, num_blocks, width)
@@ -261,6 +266,11 @@ def _decode_nf4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 _ENCODERS = {"int8": _encode_int8, "int4": _encode_int4, "nf4": _encode_nf4}
 _DECODERS = {"int8": _decode_int8, "int4": _decode_int4, "nf4": _decode_nf4}
+
+
+def _compiles(x: Tensor) -> bool:
+    """Whether torch.compile makes kernels for x: by Triton, so where that runs."""
+    return x.is_cuda and not gpu.launch_fault()
 
 
 @cache

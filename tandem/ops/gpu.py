@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tandem.ops import native
+from tandem.text import named_line
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -45,9 +46,28 @@ def why_not() -> str:
         return "the GPU kernels are for NVIDIA GPUs, and this torch is for AMD's"
     if not torch.cuda.is_available():
         return "the GPU kernels are for NVIDIA GPUs, and none was found"
+    return launch_fault()
+
+
+@cache
+def launch_fault() -> str:
+    """Why Triton launches no kernel on this machine's GPU; empty if it does.
+
+    It is tried, because an installed Triton may be of no use: it compiles a launcher in C, and the
+    GPU may be older than it knows.
+    """
     if find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
-    return ""
+    try:
+        from tandem.ops.probe_gpu import launched  # imports Triton
+
+        fault = "" if launched() else "a kernel did not write what it should"
+    except Exception as error:  # of Triton, of a compiler or of the driver
+        fault = named_line(error)
+    if not fault:
+        return ""
+    needs = "it needs a C compiler and Python's headers (apt install gcc python3-dev)"
+    return f"Triton cannot run a kernel here ({fault}; {needs})"
 
 
 def contiguous(x: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def choose_layout(
             f"{shlex.join(flags) or 'as configured'}"
         )
         return with_knobs(config, knobs), flags
-    asked = asked_of(config, this_machine(print_line), ranks)
+    asked = asked_of(config, this_machine(print_line, config.device), ranks)
     found = [
         laid
         for laid in layouts(

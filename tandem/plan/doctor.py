@@ -18,7 +18,7 @@ from rich.table import Table
 from tandem import processor
 from tandem.config.pages import Parser
 from tandem.generation.blocks import free_bytes
-from tandem.ops import native
+from tandem.ops import gpu, native
 from tandem.ops.rates import ProductRate, memory_rate, product_rate
 
 _SHAPES = ((768, 128, 352), (64, 512, 1376), (768, 512, 1376), (768, 576, 1536))
@@ -78,6 +78,7 @@ def examine(*, speed: bool) -> dict[str, Any]:
         "products": [dataclasses.asdict(rate) for rate in rates],
         "memory_bytes_per_second": memory_rate() if speed else None,
         "gpus": _gpus(),
+        "why_no_gpu_kernels": gpu.why_not() if torch.cuda.is_available() else None,
         "versions": {name: _version(name) for name in (*_NEEDED, *_OPTIONAL, "tandem-rlhf")},
         "free_memory_bytes": free_bytes(torch.device("cpu")),
         "free_disk_bytes": shutil.disk_usage(Path.cwd()).free,
@@ -93,6 +94,8 @@ def _missing() -> list[str]:
         missing.append(f"C++ operations: {native.why_not()}.")
     if native.compiler() is None:
         missing.append("C++ compiler: apt install g++, or set CXX.")
+    if torch.cuda.is_available() and (fault := gpu.why_not()):
+        missing.append(f"GPU kernels: {fault}.")
     missing += [f"{name}: pip install {name}." for name in _NEEDED if _version(name) is None]
     missing += [f"{name} (optional): {how}." for name, how in _OPTIONAL.items()
                 if _version(name) is None]  # fmt: skip
@@ -104,9 +107,9 @@ def _gpus() -> list[dict[str, Any]]:
         return []
     found = []
     for number in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(number)
-        found.append({"name": gpu.name, "memory_bytes": gpu.total_memory,
-                      "capability": f"{gpu.major}.{gpu.minor}"})  # fmt: skip
+        card = torch.cuda.get_device_properties(number)
+        found.append({"name": card.name, "memory_bytes": card.total_memory,
+                      "capability": f"{card.major}.{card.minor}"})  # fmt: skip
     return found
 
 
@@ -126,7 +129,7 @@ def _show(facts: Mapping[str, Any]) -> None:
     console = Console(highlight=False)
     built = facts["native"]
     gpus = ", ".join(
-        f"{gpu['name']} ({gpu['memory_bytes'] / 2**30:.0f} GiB)" for gpu in facts["gpus"]
+        f"{card['name']} ({card['memory_bytes'] / 2**30:.0f} GiB)" for card in facts["gpus"]
     )
     cores = f"{facts['cores']} cores, {facts['threads']} torch threads"
     rows = {
@@ -139,6 +142,7 @@ def _show(facts: Mapping[str, Any]) -> None:
         ),
         "compiler": built["compiler"] or "none found",
         "GPUs": gpus or "none",
+        **({"GPU kernels": facts["why_no_gpu_kernels"] or "run"} if gpus else {}),
         "versions": ", ".join(
             f"{name} {version}" for name, version in facts["versions"].items() if version
         ),

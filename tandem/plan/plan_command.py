@@ -147,7 +147,7 @@ def _asked(options: Any, rest: Sequence[str]) -> Asked:
     if options.hardware:
         hardware = find_hardware(options.hardware, price)
     else:
-        hardware = this_machine(say)
+        hardware = this_machine(say, config.device)
         if price is not None:
             hardware = replace(hardware, price=price, priced="by --price")
     if options.num_gpus and not hardware.on_cpu and options.num_gpus != hardware.count:

@@ -8,6 +8,7 @@ the machine all the same, the figures serve this once and are not kept.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import socket
@@ -27,6 +28,7 @@ from tandem.process import resident_bytes
 
 MACHINE_FILE = "TANDEM_MACHINE"
 """The environment variable that names a file to use in place of a measurement."""
+_DEVICES = Path("/dev")
 WIDTHS = (64, 256, 768)
 _ROWS = 512
 _BUSY = 1.25
@@ -37,53 +39,57 @@ _FLOPS_SECONDS = 0.15
 _COPY_BYTES, _DISK_BYTES, _SOCKET_BYTES = 2**26, 2**25, 2**24
 
 
-def this_machine(print_line: Callable[[str], None] | None = None) -> Hardware:
+def this_machine(print_line: Callable[[str], None] | None = None, device: str = "auto") -> Hardware:
     """This machine: the file that TANDEM_MACHINE names, the kept measurement, or a new one.
 
     Args:
+        device: of the run (`device`): "cpu" leaves GPUs out.
         print_line: hears that it is being measured, and if it was too busy.
     Raises:
         ConfigError: the file of TANDEM_MACHINE cannot be used.
     """
-    known = known_machine()
+    known = known_machine(device)
     if known is not None:
         return known
     say = print_line or (lambda line: None)
     say("measuring this machine ...")
-    found, busy = measure_machine()
+    found, busy = measure_machine(device)
     if busy > _BUSY:
         say(
             f"this machine is busy (a second of work took {busy:.1f} s): these figures are not "
             "kept, and times are as if it were free"
         )
         return found
-    _keep(found)
+    _keep(found, device)
     return found
 
 
-def known_machine() -> Hardware | None:
-    """What is known of this machine without measuring; None if nothing is.
+def known_machine(device: str = "auto") -> Hardware | None:
+    """What is known of this machine without measuring; None if nothing is. `device` as for
+    `this_machine`.
 
     Raises:
         ConfigError: the file of TANDEM_MACHINE cannot be used.
     """
     if named := os.environ.get(MACHINE_FILE):
         return read_hardware(Path(named))
-    path = _kept_at()
+    path = _kept_at(device)
     try:
         values = json.loads(path.read_text("utf-8"))
-        return replace(hardware_of(values, str(path)), memory=memory_bytes())
+        kept = hardware_of(values, str(path))
+        return replace(kept, memory=memory_bytes()) if kept.on_cpu else kept
     except (OSError, ValueError, ConfigError):  # none, or of another version: measured again
         return None
 
 
-def measure_machine() -> tuple[Hardware, float]:
-    """This machine measured now, and wall seconds per CPU second meanwhile (1: it was free)."""
+def measure_machine(device: str = "auto") -> tuple[Hardware, float]:
+    """This machine measured now, and wall seconds per CPU second meanwhile (1: it was free).
+    `device` as for `this_machine`."""
     import torch
 
     from tandem.ops import native
 
-    if torch.cuda.is_available():
+    if device != "cpu" and torch.cuda.is_available():
         return _measured_gpu(), 1.0
     wall, cpu, threads = time.perf_counter(), time.process_time(), torch.get_num_threads()
     torch.set_num_threads(1)  # rates are a core's
@@ -267,22 +273,33 @@ def memory_bytes() -> float:
     return min(limits)
 
 
-def _kept_at() -> Path:
-    """The file of this machine's measurement: by processor, cores and threads."""
+def _kept_at(device: str) -> Path:
+    """The file of this machine's measurement: by processor, cores and threads, and by the GPUs that
+    this torch may use."""
     chosen = os.environ.get("TANDEM_CACHE")
     root = Path(chosen) if chosen else _user_cache()
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    gpus = "" if device == "cpu" else _gpus()
     key = f"1 {processor.name()} {processor.num_cores()} {threads} {gpus}"
     return root / f"machine-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+
+
+def _gpus() -> str:
+    """What tells GPUs, without loading torch; empty where torch has none to use."""
+    torch = importlib.metadata.version("torch")
+    found = sorted(str(path) for path in _DEVICES.glob("nvidia[0-9]*"))
+    found += [str(path) for path in _DEVICES.glob("kfd")]  # AMD's
+    if not found or torch.endswith("+cpu"):
+        return ""
+    return f"{torch} {' '.join(found)} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
 
 
 def _user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
 
 
-def _keep(found: Hardware) -> None:
-    path = _kept_at()
+def _keep(found: Hardware, device: str) -> None:
+    path = _kept_at(device)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, json.dumps(as_values(found), indent=1).encode())

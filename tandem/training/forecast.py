@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 
+import torch
+
 from tandem import processor
 from tandem.config.schema import RLConfig
 from tandem.config.stages import stage_of
@@ -53,7 +55,7 @@ class Forecast:
 
     def _predict(self, rows: StepRows) -> StagePrediction:
         run, stage = self._run, self._stage
-        known = known_machine()
+        known = known_machine(run.config.device)
         section = getattr(run.config, stage_of(stage).section)
         # How many answers a conversation comes to have is not known.
         converses = isinstance(section, RLConfig) and section.converses
@@ -194,14 +196,15 @@ def measured_rows(run: Run, stage: str, rows: StepRows) -> Rows:
 
 def _unmeasured(run: Run, process: float) -> Hardware:
     """This machine where its speed is not known: for memory alone. process: resident bytes."""
+    on_gpu = run.device.type == "cuda"
     return Hardware(
         name=f"{_UNMEASURED} ({processor.name()})",
-        kind="cpu" if run.device.type == "cpu" else "gpu",
+        kind="gpu" if on_gpu else "cpu",
         flops={"fp32": 1.0},
         bandwidth=1.0,
         link=1.0,
         network=1.0,
-        memory=memory_bytes(),
+        memory=torch.cuda.mem_get_info(run.device)[1] if on_gpu else memory_bytes(),
         process=process,
         packs=native.available(),
     )

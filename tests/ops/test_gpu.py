@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,16 +14,24 @@ from tandem.ops import gpu
 
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
-    gpu.available.cache_clear()
+    for known in (gpu.available, gpu.launch_fault):
+        known.cache_clear()
     yield
-    gpu.available.cache_clear()
+    for known in (gpu.available, gpu.launch_fault):
+        known.cache_clear()
+
+
+def with_triton(patch: pytest.MonkeyPatch, launched: Callable[[], bool]) -> None:
+    """A GPU, and a Triton of which a first kernel does this."""
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(gpu, "find_spec", lambda name: object())
+    patch.setitem(sys.modules, "tandem.ops.probe_gpu", SimpleNamespace(launched=launched))
 
 
 def test_the_switch_turns_them_off_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu, "find_spec", lambda name: object())
+    with_triton(monkeypatch, lambda: True)
     assert gpu.available()
     monkeypatch.setenv("TANDEM_GPU_KERNELS", "off")
     gpu.available.cache_clear()
@@ -31,6 +41,23 @@ def test_the_switch_turns_them_off_and_says_so_once(
     assert said == (
         "tandem: TANDEM_GPU_KERNELS is off; the GPU runs plain torch, which is slower.\n"
     )
+
+
+def test_a_triton_that_launches_nothing_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> bool:
+        raise RuntimeError("Failed to find C compiler.")
+
+    with_triton(monkeypatch, fail)
+    assert not gpu.available()
+    said = capfd.readouterr().err
+    assert "RuntimeError: Failed to find C compiler." in said
+    assert "apt install gcc python3-dev" in said
+    assert "plain torch" in said
+    gpu.launch_fault.cache_clear()
+    with_triton(monkeypatch, lambda: False)
+    assert "did not write" in gpu.why_not()
 
 
 def test_amd_and_apple_run_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:

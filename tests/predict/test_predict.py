@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import json
 import math
@@ -245,7 +246,7 @@ def test_a_machine_is_kept_unless_it_is_busy(
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
     monkeypatch.delenv(machine.MACHINE_FILE, raising=False)
     busy, said = [2.0], list[str]()
-    monkeypatch.setattr(machine, "measure_machine", lambda: (CPU, busy[0]))
+    monkeypatch.setattr(machine, "measure_machine", lambda device: (CPU, busy[0]))
     assert machine.known_machine() is None
     machine.this_machine(said.append)
     assert "busy" in said[-1]
@@ -255,6 +256,19 @@ def test_a_machine_is_kept_unless_it_is_busy(
     kept = machine.known_machine()
     assert kept is not None
     assert kept.bandwidth == CPU.bandwidth
+    # With GPUs another file is kept, but where none is asked for.
+    monkeypatch.setattr(machine, "_DEVICES", tmp_path)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0+cu130")
+    assert machine.known_machine() is not None
+    (tmp_path / "nvidia0").touch()
+    assert machine.known_machine() is None
+    assert machine.known_machine("cpu") is not None
+    card = replace(CPU, kind="gpu", memory=8e10)
+    monkeypatch.setattr(machine, "measure_machine", lambda device: (card, 1.0))
+    machine.this_machine()
+    assert machine.known_machine() == card  # its own memory, not the host's
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0+cpu")
+    assert machine.known_machine() is not None
     file = tmp_path / "m.yaml"
     file.write_text(yaml.safe_dump(as_values(CPU)))
     assert read_hardware(file) == CPU
