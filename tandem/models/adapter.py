@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,13 @@ from tandem.models.lora import (
     scalar_head,
     train_adapters,
 )
-from tandem.models.source import ADAPTER_CONFIG, Located, decoder_in, read_adapter_config
+from tandem.models.source import (
+    ADAPTER_CONFIG,
+    Located,
+    kept_layer_numbers,
+    names_in,
+    read_adapter_config,
+)
 from tandem.models.token_layers import ROWS, attach_token_rows, matrices_of, token_layers
 from tandem.models.weight_files import Weight, WeightFile, Writers, plain_unit, write_files
 from tandem.text import one_line
@@ -126,7 +131,8 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> list[str]:
     if config is None:
         raise ModelError(f"adapter folder {source.name!r} must hold {ADAPTER_CONFIG}; got none.")
     _check_config(config, source.name, classifies=scalar_head(model) is not None)
-    tensors, metadata = _read_tensors(Path(folder) / ADAPTER_WEIGHTS)
+    numbers = kept_layer_numbers(model)
+    tensors, metadata = _read_tensors(Path(folder) / ADAPTER_WEIGHTS, numbers)
     tokens = _tokens_of(model, config, source.name)
     names = _adapted_names(model, tensors, source.name, tokens)
     rank, alpha = int(config["r"]), float(config["lora_alpha"])
@@ -179,11 +185,9 @@ def _names_in_base(model: PreTrainedModel, base_path: str | Path) -> Callable[[s
     """From a layer's name to its name in the base as transformers opens it, which may have image or
     audio parts beside the decoder (`composite`)."""
     base = Path(base_path).expanduser()
-    prefix = "model"
-    if (base / "config.json").is_file():
-        scalar = scalar_head(model) is not None
-        prefix = decoder_in(Located(str(base)), scalar=scalar)
-    return lambda name: re.sub(r"^model\.", f"{prefix}.", name)
+    if not (base / "config.json").is_file():
+        return str
+    return names_in(Located(str(base)), scalar=scalar_head(model) is not None)
 
 
 def _target_modules(
@@ -220,12 +224,18 @@ def _check_config(config: dict[str, Any], name: str, *, classifies: bool) -> Non
         )
 
 
-def _read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The adapter's tensors without PEFT's prefix, float32, and the file's metadata."""
+def _read_tensors(file: Path, numbers: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The adapter's tensors without PEFT's prefix, float32, and the file's metadata.
+
+    Args:
+        numbers: how the base's files count its layers.
+    """
     try:
         with safe_open(file, framework="pt") as opened:
             tensors = {
-                own_name(key.removeprefix(_PREFIX)): opened.get_tensor(key).to(torch.float32)
+                own_name(key.removeprefix(_PREFIX), numbers): opened.get_tensor(key).to(
+                    torch.float32
+                )
                 for key in opened.keys()  # noqa: SIM118, it is not a mapping
             }
             return tensors, opened.metadata() or {}

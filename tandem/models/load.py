@@ -6,6 +6,7 @@ through `meta_init` instead, and comes here only for models whose files need con
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from tandem.errors import ModelError
 from tandem.models.adapter import load_adapter
@@ -33,10 +36,13 @@ from tandem.models.classifiers import require_classifier
 from tandem.models.composite import KEY_MAPPING, decoder_names, is_beside_parts, other_parts
 from tandem.models.folder import read_headers
 from tandem.models.hf_logging import quiet
+from tandem.models.image_tokens import without_image_tokens
+from tandem.models.rewritten import read_rewritten
 from tandem.models.source import (
     Located,
     adapter_base,
     files_of,
+    keep_layer_numbers,
     keep_saved_dtype,
     load_config,
     locate,
@@ -71,7 +77,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
         source = adapter_base(source, adapter)
     try:
         with quiet():
-            return AutoTokenizer.from_pretrained(
+            tokenizer = AutoTokenizer.from_pretrained(
                 source.name, trust_remote_code=trust_remote_code, local_files_only=source.offline
             )
     except BaseException as error:  # tokenizer files are of many formats, and so are their errors
@@ -82,6 +88,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
             f"model {source.name!r} must have a tokenizer that transformers reads; got: "
             f"{one_line(error)}. Put tokenizer.json and tokenizer_config.json in the folder."
         ) from error
+    return without_image_tokens(tokenizer, source)
 
 
 def open_decoder(
@@ -153,11 +160,14 @@ def load_weights(
     others = other_parts(names)
     is_named_otherwise = bool(others or (whole_family(source) and is_beside_parts(names)))
     kind: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    tensors = None if scalar else read_rewritten(source, config, dtype)
+    if tensors is not None:
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     stored = config.dtype  # from_pretrained writes the type that it is told into the config
     try:
         with quiet():
             model, report = kind.from_pretrained(
-                source.name,
+                source.name if tensors is None else None,
                 config=config,
                 dtype=dtype,
                 attn_implementation=attention_for(config),
@@ -165,7 +175,7 @@ def load_weights(
                 output_loading_info=True,
                 trust_remote_code=trust_remote_code,
                 local_files_only=source.offline,
-                **({"key_mapping": KEY_MAPPING} if is_named_otherwise else {}),
+                **_read_by(tensors, is_named_otherwise),
             )
     except Exception as error:  # a family's own code may raise anything for a wrong value
         _require_sizes(source, config, scalar, trust_remote_code, error)
@@ -176,7 +186,7 @@ def load_weights(
     missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
     if is_named_otherwise:
         unexpected -= others
-        del model._weight_conversions  # it is saved under its own class's names
+        model.__dict__.pop("_weight_conversions", None)  # it is saved under its own class's names
     check_finite(model, source.name)
     if missing or unexpected:
         raise ModelError(
@@ -185,11 +195,30 @@ def load_weights(
             f"architectures={config.architectures}). Give a causal language model's folder, or "
             "save it again."
         )
+    if tensors is not None:
+        model.name_or_path = source.name
+        take_generation_config(model, source)
     keep_saved_dtype(model, stored)
+    keep_layer_numbers(model, names)
     name_backbone(model)
     _tie_as_loaded(model)
     loaded: PreTrainedModel = model.eval()
     return loaded
+
+
+def _read_by(tensors: dict[str, torch.Tensor] | None, is_named_otherwise: bool) -> dict[str, Any]:
+    """Arguments of from_pretrained that say where tensors are from."""
+    if tensors is not None:
+        return {"state_dict": tensors}
+    return {"key_mapping": KEY_MAPPING} if is_named_otherwise else {}
+
+
+def take_generation_config(model: PreTrainedModel, source: Located) -> None:
+    """As from_pretrained does: stop tokens and the like come from a file of their own."""
+    with quiet(), suppress(OSError):  # a folder need not have one
+        model.generation_config = GenerationConfig.from_pretrained(
+            source.name, local_files_only=source.offline
+        )
 
 
 def _require_sizes(

@@ -10,27 +10,30 @@ one to one (a family that stores its experts otherwise, weights that are missing
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tandem.models.adapter import load_adapter
 from tandem.models.build import build_model
 from tandem.models.checkpoint_ref import CheckpointRef
 from tandem.models.classifiers import one_output, take_backbone
-from tandem.models.composite import decoder_names
+from tandem.models.composite import (
+    decoder_names,
+    has_image_rows,
+    is_beside_parts,
+    is_transposed,
+)
 from tandem.models.folder import incomplete, is_equal, read_headers, read_index
-from tandem.models.hf_logging import quiet
-from tandem.models.load import open_decoder
+from tandem.models.load import open_decoder, take_generation_config
 from tandem.models.lora import SCALAR_HEAD, scalar_head
 from tandem.models.quantized import PackedWeight, Pieces
 from tandem.models.scalar import has_scalar_head
-from tandem.models.source import Located, files_of, keep_saved_dtype
+from tandem.models.source import files_of, keep_layer_numbers, keep_saved_dtype
 from tandem.models.validate_checkpoint import is_finite
 
 _HEAD = f"{SCALAR_HEAD}."
@@ -54,11 +57,28 @@ class WeightFiles:
         self._files = {name: folder / file for name, file in listed.items()}
         self._stored = {name: headers[file, name] for name, file in listed.items()}
         self.shapes = {name: headers[file, name].shape for name, file in listed.items()}
+        self.are_beside_parts = is_beside_parts(self.shapes)
+        self._transposed: set[str] = set()
+
+    def fit(self, name: str, key: str, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor holds a model's parameter; from then on `rows` gives it in that form.
+
+        Args:
+            name: of the parameter. key: of the tensor. shape: of the parameter.
+        """
+        stored = self.shapes[key]
+        if stored == shape or not self.are_beside_parts:
+            return stored == shape
+        if is_transposed(name, stored, shape):
+            self._transposed.add(key)
+            return True
+        return has_image_rows(name, stored, shape)
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         """Rows `first` to `last` of a tensor, float32."""
         with safe_open(self._files[name], framework="pt") as opened:
             rows: Tensor = opened.get_slice(name)[first:last]
+            rows = rows.transpose(1, 2) if name in self._transposed else rows
             return rows.to(torch.float32)
 
     def is_equal(self, first: str, second: str) -> bool:
@@ -97,7 +117,7 @@ class MetaModel:
         without: list[str] = []
         for name, shape in shapes.items():
             names = [stored[n] for n in (name, name.removeprefix(prefix)) if n in stored]
-            found = [key for key in names if files.shapes[key] == shape and shape]
+            found = [key for key in names if shape and files.fit(name, key, shape)]
             if found:
                 self._keys[name] = found[0]
             elif name.startswith(_HEAD):
@@ -142,6 +162,7 @@ class MetaModel:
         if head is not None and not start.classifies:
             config, remote = self.model.config, self._trust_remote_code
             adapted = build_model(config, on_meta=True, trust_remote_code=remote)
+            keep_layer_numbers(adapted, self._files.shapes)
             load_adapter(adapted, start.adapter)
             take_backbone(self.model, adapted)
             return
@@ -234,8 +255,9 @@ def _empty(
         made = build_model(config, scalar=scalar, on_meta=True, trust_remote_code=trust_remote_code)
         made.name_or_path = source.name
         keep_saved_dtype(made, stored)
+        keep_layer_numbers(made, files.shapes)
         if not scalar:
-            _take_generation_config(made, source)
+            take_generation_config(made, source)
         return MetaModel(made, files, trust_remote_code=trust_remote_code)
 
     try:
@@ -267,11 +289,3 @@ def _left_over(model: PreTrainedModel, keys: dict[str, str], prefix: str) -> lis
         for name, key in keys.items()
         if name not in tied and not any(p.search(key) for p in ignored)
     )
-
-
-def _take_generation_config(model: PreTrainedModel, source: Located) -> None:
-    """As from_pretrained does: stop tokens and the like come from a file of their own."""
-    with quiet(), suppress(OSError):  # a folder need not have one
-        model.generation_config = GenerationConfig.from_pretrained(
-            source.name, local_files_only=source.offline
-        )

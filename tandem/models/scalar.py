@@ -25,7 +25,7 @@ from tandem.models.folder import read_headers
 from tandem.models.load import load_causal_lm, load_weights, open_decoder
 from tandem.models.lora import SCALAR_HEAD, scalar_head
 from tandem.models.packed import last_states, predictor_states
-from tandem.models.source import Located
+from tandem.models.source import Located, keep_layer_numbers, read_names
 from tandem.models.twin import compares_once, twin_of
 from tandem.types import TokenBatch
 
@@ -206,6 +206,7 @@ def _on_language_model(source: Located, dropout: float, trust_remote_code: bool)
     config = language_model.config
     one_output(config)
     model = build_model(config, scalar=True, on_meta=True, trust_remote_code=trust_remote_code)
+    keep_layer_numbers(model, read_names(source))
     head = _require_head(model)
     take_backbone(model, language_model)
     model.config = config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from tandem.errors import ModelError
-from tandem.models.composite import name_beside_parts, text_config, text_part
+from tandem.models.composite import layer_numbers, names_beside_parts, text_config, text_part
 from tandem.models.folder import read_headers, read_object
 from tandem.models.hf_logging import quiet
+from tandem.models.text_families import has_equal
 from tandem.models.validate_checkpoint import check_folder, check_weights
 from tandem.text import one_line
 
@@ -22,6 +24,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 _HUB_TIMEOUT_SECONDS = 10.0
 _SAVED_DTYPE = "tandem_saved_dtype"
 """The attribute in which a model keeps the dtype of its checkpoint."""
+_LAYER_NUMBERS = "tandem_layer_numbers"
+"""Likewise how its checkpoint counts its layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +182,7 @@ def read_names(source: Located) -> list[str]:
     Raises:
         ModelError: a file is damaged.
     """
-    if source.folder is None and "text_config" not in _config_dict(source):
+    if source.folder is None and not _has_parts(_config_dict(source)):
         return []
     return [tensor.name for tensor in read_headers(files_of(source))]
 
@@ -187,21 +191,28 @@ def whole_family(source: Located) -> str:
     """The family of a model with image or audio parts of which only the text decoder is loaded; ""
     for any other."""
     found = _config_dict(whole_model(source))
-    return str(found.get("model_type", "")) if "text_config" in found else ""
+    return str(found.get("model_type", "")) if _has_parts(found) else ""
 
 
-def decoder_in(source: Located, *, scalar: bool) -> str:
-    """What PEFT finds a model's layers under, in the module that transformers' Auto class makes of
-    it: "model" unless that has image or audio parts too (`composite.name_beside_parts`).
+def _has_parts(config: dict[str, Any]) -> bool:
+    """Whether config.json is of a model with image or audio parts; older ones of Qwen2-VL have the
+    decoder's settings beside the image part's."""
+    return "text_config" in config or has_equal(str(config.get("model_type")))
+
+
+def names_in(source: Located, *, scalar: bool) -> Callable[[str], str]:
+    """From a decoder's layer to what PEFT finds it under, in the module that transformers makes of
+    the whole model: its own name unless that has image or audio parts too
+    (`composite.names_beside_parts`).
 
     Args:
         scalar: of a sequence-classification model.
     """
-    if "text_config" not in _config_dict(source):
-        return "model"
+    if not _has_parts(_config_dict(source)):
+        return str
     with quiet():
         config = AutoConfig.from_pretrained(source.name, local_files_only=source.offline)
-    return name_beside_parts(config, read_names(source), scalar=scalar)
+    return names_beside_parts(config, read_names(source), scalar=scalar)
 
 
 def _config_dict(source: Located) -> dict[str, Any]:
@@ -216,6 +227,21 @@ def positions_in(config: PreTrainedConfig) -> int | None:
     """Most tokens of a sequence of the model; None if it has no limit."""
     limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return limit
+
+
+def keep_layer_numbers(model: PreTrainedModel, stored: Iterable[str]) -> None:
+    """Remember how the model's layers are counted in the files that it comes from.
+
+    Args:
+        stored: the names in the files.
+    """
+    model.__dict__[_LAYER_NUMBERS] = layer_numbers(stored)
+
+
+def kept_layer_numbers(model: PreTrainedModel) -> list[int]:
+    """As `composite.layer_numbers`; [] where they are counted as the model's are."""
+    found: list[int] = model.__dict__.get(_LAYER_NUMBERS, [])
+    return found
 
 
 def keep_saved_dtype(model: PreTrainedModel, dtype: object) -> None:

@@ -13,8 +13,10 @@ import yaml
 
 from tandem.errors import ConfigError, ModelError
 from tandem.memory.dimensions import Shape, scaled, shape_from
+from tandem.text import one_line
 
 _PUBLISHED = Path(__file__).with_name("families.yaml")
+_OTHER_PARTS = {"vision_config", "audio_config", "vq_config", "thinker_config"}
 _SHAPE_KEYS = ("layers", "width", "inner", "heads", "kv_heads", "vocabulary", "tied", "family")
 
 
@@ -45,9 +47,34 @@ def config_of(name: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or f"no JSON ({error})"
         raise ModelError(f"{file} must be a model's config; got: {why}.") from None
+    if config.keys() & _OTHER_PARTS and (text := _decoder_of(file)):
+        return text
     if "num_hidden_layers" not in config and isinstance(config.get("text_config"), dict):
         config = {"model_type": config.get("model_type"), **config["text_config"]}
     return dict(config)
+
+
+def _decoder_of(file: Path) -> dict[str, Any]:
+    """The config of the family that a model's text decoder equals; {} if it equals none.
+
+    Args:
+        file: the model's config.json.
+    Raises:
+        ModelError: transformers cannot read it.
+    """
+    from transformers import AutoConfig
+
+    from tandem.models.composite import text_part
+    from tandem.models.text_families import equal_config
+
+    try:
+        whole = AutoConfig.from_pretrained(file.parent)
+        equal = equal_config(whole)
+    except Exception as error:  # OSError, ValueError, KeyError, the strict config's own errors
+        raise ModelError(
+            f"{file} must be a model's config; got: {one_line(error)[:160]}."
+        ) from None
+    return {} if equal is None else text_part(whole, file.parent).to_dict()
 
 
 def _number_beyond_json(found: dict[str, Any]) -> Any:
