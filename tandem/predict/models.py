@@ -16,7 +16,7 @@ from tandem.memory.dimensions import Shape, scaled, shape_from
 from tandem.text import one_line
 
 _PUBLISHED = Path(__file__).with_name("families.yaml")
-_OTHER_PARTS = {"vision_config", "audio_config", "vq_config", "thinker_config"}
+_OTHER_PARTS = {"text_config", "vision_config", "thinker_config"}
 _SHAPE_KEYS = ("layers", "width", "inner", "heads", "kv_heads", "vocabulary", "tied", "family")
 
 

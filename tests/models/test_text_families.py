@@ -365,7 +365,6 @@ def test_a_reward_model_from_it(family: str, tmp_path: Path) -> None:
     ("family", "opener"),
     [
         ("qwen2_5_vl", AutoModelForImageTextToText),
-        ("qwen3_vl", AutoModelForImageTextToText),
         ("emu3", AutoModelForImageTextToText),
         ("mllama", AutoModelForCausalLM),
     ],
