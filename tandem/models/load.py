@@ -160,10 +160,10 @@ def load_weights(
     others = other_parts(names)
     is_named_otherwise = bool(others or (whole_family(source) and is_beside_parts(names)))
     kind: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    stored = config.dtype  # what makes a model writes the type that it is told into the config
     tensors = None if scalar else read_rewritten(source, config, dtype)
     if tensors is not None:
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    stored = config.dtype  # from_pretrained writes the type that it is told into the config
     try:
         with quiet():
             model, report = kind.from_pretrained(

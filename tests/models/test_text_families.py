@@ -27,6 +27,7 @@ from tandem.models.lora import add_lora, lora_parameters
 from tandem.models.meta_init import empty_causal_lm, empty_scalar_model
 from tandem.models.save import save_model
 from tandem.models.scalar import load_scalar_model
+from tandem.models.source import saved_dtype
 from tandem.predict.models import config_of as plan_config_of
 from tandem.predict.models import shape_for
 from tandem.training.preflight import decoders_alone
@@ -344,6 +345,28 @@ def test_experts_the_other_way_round(tmp_path: Path) -> None:
     assert torch.equal(logprobs(model), logprobs(whole))
     for name, weight in model.named_parameters():
         assert torch.equal(streamed.model.get_parameter(name), weight), name
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "mllama"])
+def test_half_precision_and_tied_heads_are_those_of_the_files(family: str, tmp_path: Path) -> None:
+    whole = whole_model(family, tmp_path).to(torch.bfloat16)
+    whole.save_pretrained(tmp_path)
+    if family == "qwen2_vl":  # as transformers 4 wrote it
+        config = json.loads((tmp_path / "config.json").read_text())
+        text = config.pop("text_config")
+        text.pop("dtype", None)
+        flat = text | config | {"torch_dtype": config.pop("dtype")}
+        flat.pop("dtype")
+        (tmp_path / "config.json").write_text(json.dumps(flat))
+    streamed = empty_causal_lm(tmp_path)
+    assert streamed is not None
+    model = load_causal_lm(tmp_path, dtype=torch.bfloat16)
+    for made in (model, streamed.model):
+        assert saved_dtype(made) == torch.bfloat16
+        assert made.config.tie_word_embeddings == (family == "qwen2_vl")
+        is_tied = made.lm_head.weight is made.model.embed_tokens.weight
+        assert is_tied == (family == "qwen2_vl")
+    assert torch.equal(model.lm_head.weight, whole.lm_head.weight)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "mllama"])
