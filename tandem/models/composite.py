@@ -196,6 +196,11 @@ def has_image_rows(name: str, stored: tuple[int, ...], own: tuple[int, ...]) -> 
     return stored[0] - own[0] in IMAGE_ROWS.values()
 
 
+def is_other_form(name: str, stored: tuple[int, ...], own: tuple[int, ...]) -> bool:
+    """Whether files have a parameter in one of these forms. Arguments as for `is_transposed`."""
+    return is_transposed(name, stored, own) or has_image_rows(name, stored, own)
+
+
 def _renumbered(name: str, numbers: Sequence[int]) -> str:
     """A name with its layer counted as the decoder does; "" for a layer that it does not have."""
     found = re.search(_LAYER, name)

@@ -33,7 +33,13 @@ from tandem.models.build import (
     set_dropout,
 )
 from tandem.models.classifiers import require_classifier
-from tandem.models.composite import KEY_MAPPING, decoder_names, is_beside_parts, other_parts
+from tandem.models.composite import (
+    KEY_MAPPING,
+    decoder_names,
+    is_beside_parts,
+    is_other_form,
+    other_parts,
+)
 from tandem.models.folder import read_headers
 from tandem.models.hf_logging import quiet
 from tandem.models.image_tokens import without_image_tokens
@@ -238,10 +244,11 @@ def _require_sizes(
         return
     own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     for name, key in decoder_names(files, own).items():
-        if own.get(name, files[key]) != files[key]:
+        shape = own.get(name, files[key])
+        if shape != files[key] and not is_other_form(name, files[key], shape):
             raise ModelError(
                 f"weights of {source.name!r} must have the sizes that config.json says; got {name} "
-                f"of {files[key]} instead of {own[name]}. Correct config.json, or save the model "
+                f"of {files[key]} instead of {shape}. Correct config.json, or save the model "
                 "again."
             ) from error
 

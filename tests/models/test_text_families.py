@@ -462,6 +462,15 @@ def test_a_missing_layer_and_a_left_over_one_are_named(tmp_path: Path) -> None:
         load_causal_lm(tmp_path / "more")
 
 
+def test_a_wrong_size_is_named(tmp_path: Path) -> None:
+    whole_model("mllama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["intermediate_size"] = 40
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"got model.layers.\d.mlp.* instead of"):
+        load_causal_lm(tmp_path)
+
+
 def test_tokens_of_images_without_an_output_leave_the_tokenizer(tmp_path: Path) -> None:
     whole_model("mllama", tmp_path / "whole")
     more = copy.deepcopy(tokenizer())
