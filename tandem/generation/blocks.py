@@ -27,6 +27,31 @@ def blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS)
 
 
+def blocks_needed(prompt: int, limit: int, samples: int) -> int:
+    """Blocks without which a prompt of this many tokens and one of its samples cannot run."""
+    kept_for_others = samples > 1 and prompt % BLOCK_TOKENS > 0
+    return blocks_for(prompt + limit) + kept_for_others
+
+
+def blocks_wanted(prompts: Sequence[int], limit: int, samples: int, slots: int) -> int:
+    """Blocks with which `slots` rows never wait for memory, the longest of the prompts first."""
+    wanted = 0
+    for length in sorted(prompts, reverse=True):
+        rows = min(samples, slots)
+        if rows == 0:
+            break
+        slots -= rows
+        own = blocks_for(length + limit) - length // BLOCK_TOKENS
+        wanted += blocks_needed(length, limit, samples) + (rows - 1) * own
+    # A shorter prompt that ends inside a block may need one more than a longer one that does not.
+    return max(wanted, most_needed(prompts, limit, samples))
+
+
+def most_needed(prompts: Sequence[int], limit: int, samples: int) -> int:
+    """Blocks without which some prompt could never run."""
+    return max((blocks_needed(prompt, limit, samples) for prompt in prompts), default=0)
+
+
 class BlockPool:
     """Numbers of blocks, each free or held by one or more sequences."""
 
@@ -40,6 +65,10 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks that nobody holds."""
         return len(self._free)
+
+    def holders(self, block: int) -> int:
+        """How many sequences hold it."""
+        return self._holders[block]
 
     def take(self, count: int) -> list[int]:
         """Hold `count` free blocks; the caller has asked `num_free` before."""

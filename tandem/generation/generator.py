@@ -21,6 +21,8 @@ from tandem.generation.blocks import (
     affordable_blocks,
     affordable_slots,
     blocks_for,
+    blocks_wanted,
+    most_needed,
     state_bytes,
 )
 from tandem.generation.collected import rollout_of, text_of
@@ -32,8 +34,9 @@ from tandem.generation.native_runner import NativeRunner
 from tandem.generation.record import Record
 from tandem.generation.runner import kv_dtype
 from tandem.generation.sampler import Draw, Sampler, sequence_key
-from tandem.generation.scheduler import Request, blocks_wanted, most_needed, state_slots
+from tandem.generation.scheduler import Request, state_slots
 from tandem.generation.session import Session
+from tandem.generation.snapshots import spare_slots
 from tandem.generation.stops import Stops
 from tandem.models.source import positions_in
 from tandem.models.twin import decodes, kv_shapes, rope_border
@@ -109,12 +112,14 @@ def generate(
         draws = _drawn_compatibly(model, by_prompt, stops, batch_size, joining)
         return made.rollout(prompts, by_prompt, draws)
     groups = by_prompt if share_prompts else [[r] for group in by_prompt for r in group]
+    spare = _spare_slots(model, groups, batch_size, joining) if share_prompts else 0
     if kv_blocks is None:
-        kv_blocks = agreed_blocks(_kv_blocks(model, groups, batch_size, joining))
+        slots = state_slots(batch_size, spare)
+        kv_blocks = agreed_blocks(_kv_blocks(model, groups, batch_size, joining, slots))
     draws = _drawn_side_by_side(
         model, groups, stops, joining, slots=batch_size, num_blocks=kv_blocks, refill=refill,
         prefill_tokens=prefill_tokens, chunk_tokens=chunk_tokens, share_prefixes=share_prompts,
-        keeper=None if joining else keeper,
+        spare_slots=spare, keeper=None if joining else keeper,
     )  # fmt: skip
     return made.rollout(prompts, by_prompt, draws, joining, keeper)
 
@@ -258,9 +263,10 @@ def _kv_blocks(
     groups: list[list[Request]],
     slots: int,
     joining: Followed | Conversed | None,
+    state_slots: int,
 ) -> int:
-    """Blocks of KV memory for the requests, as far as there is room, and for the longest prompt
-    that may join them. Conversations grow: half of that is wanted for each."""
+    """Blocks of KV memory for the requests, as far as there is room beside `state_slots`, and for
+    the longest prompt that may join. Conversations grow: half of that is wanted for each."""
     lengths = [len(group[0].prompt) for group in groups]
     longest = 0 if joining is None else joining.longest
     limit, samples = groups[0][0].limit, len(groups[0])
@@ -274,8 +280,18 @@ def _kv_blocks(
         largest=most_needed([*lengths, longest], limit, samples),
         dtype=kv_dtype(model),
         device=model.device,
-        slots=state_slots(slots),
+        slots=state_slots,
     )
+
+
+def _spare_slots(
+    model: PreTrainedModel, groups: list[Any], slots: int, joining: Followed | Conversed | None
+) -> int:
+    """Slots for snapshots of states beside those of at most so many rows."""
+    rows = min(slots, sum(map(len, groups)))
+    if joining is None:
+        return spare_slots(model, rows, parting=len(groups) - 1)
+    return spare_slots(model, rows, keeps_answers=joining.keeps_answers)
 
 
 def _drawn_side_by_side(

@@ -3,7 +3,8 @@
 A block's keys and values depend on its own tokens and on all before them, so a block is known by
 its tokens and by the block before it. Only whole blocks are shared. A block that no sequence holds
 stays known until its place is needed; the one that was used longest ago goes first. As long as the
-weights are the same, shared blocks hold what would be computed (on a CPU to the last bit).
+weights are the same, shared blocks hold what would be computed (on a CPU to the last bit). Where
+layers keep states, a sequence needs those at the end of the last one too: `snapshots`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from tandem.generation.blocks import BlockPool
+from tandem.generation.snapshots import Snapshots
 from tandem.ops.sizes import BLOCK_TOKENS
 
 Key = tuple[int, tuple[int, ...]]
@@ -23,9 +25,10 @@ class PrefixPool(BlockPool):
 
     Attributes:
         epoch: how often all has been forgotten; what an earlier one computed is not to be kept.
+        snapshots: of states at the ends of known blocks; None where layers keep none.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, snapshots: Snapshots | None = None) -> None:
         """All blocks are free, none is known."""
         super().__init__(num_blocks)
         self._known: dict[Key, tuple[int, int]] = {}  # to a node, numbered once, and its block
@@ -33,6 +36,7 @@ class PrefixPool(BlockPool):
         self._idle: OrderedDict[int, None] = OrderedDict()  # known, held by none; oldest first
         self._last_node = 0
         self.epoch = 0
+        self.snapshots = snapshots
 
     @property
     def num_free(self) -> int:
@@ -51,10 +55,14 @@ class PrefixPool(BlockPool):
             found.append(self._known[key][1])
         return found
 
-    def keep(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+    def keep(self, tokens: Sequence[int], blocks: Sequence[int]) -> list[int]:
         """A sequence's tokens are, or soon will be, in these held blocks: its whole ones are known
-        from now on, but those whose like is known already."""
-        node = 0
+        from now on, but those whose like is known already.
+
+        Returns:
+            The known block of each whole one.
+        """
+        node, known = 0, []
         for i in range(len(tokens) // BLOCK_TOKENS):
             key = node, tuple(tokens[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS])
             if key not in self._known:
@@ -62,7 +70,9 @@ class PrefixPool(BlockPool):
                 self._last_node += 1
                 self._known[key] = self._last_node, blocks[i]
                 self._keys[blocks[i]] = key
-            node = self._known[key][0]
+            node, block = self._known[key]
+            known.append(block)
+        return known
 
     def num_idle(self, blocks: Iterable[int]) -> int:
         """How many of these known blocks nobody holds."""
@@ -124,3 +134,5 @@ class PrefixPool(BlockPool):
         key = self._keys.pop(block, None)
         if key is not None:
             del self._known[key]
+            if self.snapshots is not None:
+                self.snapshots.forget(block)

@@ -3,11 +3,13 @@
 Prompts enter in the order they came in, so one that does not fit is never passed over for ever.
 The samples of a prompt share the blocks that it fills whole; of its last, partly filled block each
 sample has a copy, but the last sample to enter takes the block itself. Prompts that begin alike
-share the blocks of their beginning (`prefixes`), which the first of them computes.
+share the blocks of their beginning (`prefixes`), which the first of them computes; where layers
+keep states, so far as a snapshot of them is there or will be (`snapshots`).
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,11 +17,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from tandem.errors import GenerationError
-from tandem.generation.blocks import BlockPool, blocks_for
+from tandem.generation.blocks import BlockPool, blocks_for, blocks_needed
 from tandem.generation.detokenizer import AnswerText
 from tandem.generation.observed import TokenLogprobs
 from tandem.generation.prefixes import PrefixPool
 from tandem.generation.sampler import Sampler
+from tandem.generation.snapshots import Snapshots, Stop
 from tandem.ops.attention_context import BLOCK_TOKENS
 
 
@@ -31,7 +34,8 @@ class Request:
     text: watches for stop strings; None where there are none.
     row: among the live rows, -1 off them. is_counted: its prompt is in the row's counts, for
     penalties. blocks: what it holds. state: the slot of its states, where layers keep any; -1:
-    none. begun: the step that drew its first token. length: tokens drawn, the one that ended it
+    none. trail: the slot of what they were at the last block's end, behind `trail_tokens` tokens;
+    -1: none. begun: the step that drew its first token. length: tokens drawn, the one that ended it
     included; valid once `ended`.
     finished: a stop token or stop string ended it. failed: its distribution was none (NaN).
     top: how many of the likeliest tokens to observe beside each drawn one; -1: observe nothing.
@@ -50,6 +54,8 @@ class Request:
     is_counted: bool = False
     blocks: list[int] = field(default_factory=list)
     state: int = -1
+    trail: int = -1
+    trail_tokens: int = 0
     begun: int = -1
     length: int = 0
     ended: bool = False
@@ -65,7 +71,8 @@ class Request:
 class Group:
     """Samples of one prompt. computed: its tokens whose keys and values are in memory, or will be
     before its own next ones. found: its first blocks, which others have computed. state: the slot
-    of its states, -1: none. logits: (V,) of its last token, once it has been run."""
+    of its states, -1: none. source: the snapshot that they begin as, -1: none. stops: where its run
+    is to leave snapshots, in order. logits: (V,) of its last token, once it has been run."""
 
     prompt: tuple[int, ...]
     waiting: deque[Request]
@@ -73,6 +80,8 @@ class Group:
     computed: int = 0
     found: int = 0
     state: int = -1
+    source: int = -1
+    stops: list[Stop] = field(default_factory=list)
     epoch: int = 0
     logits: Tensor | None = None
 
@@ -101,6 +110,22 @@ class Entering:
     entries: list[Entry]
 
 
+@dataclass(frozen=True, slots=True)
+class _Beginning:
+    """What a prompt begins with. known: blocks of its tokens. shared: how many of them it begins
+    behind, all but where layers keep states. leaves: who is to leave a snapshot there; None: it is
+    there, or none is needed."""
+
+    known: list[int]
+    shared: int
+    leaves: Group | None = None
+
+    @property
+    def blocks(self) -> list[int]:
+        """Those that it begins behind."""
+        return self.known[: self.shared]
+
+
 @dataclass(slots=True)
 class PrefixCounts:
     """Tokens of prompts that were let in, and how many of them were in memory already."""
@@ -120,7 +145,8 @@ class Scheduler:
         prefill_tokens: int,
         refill: int,
         shares_prefixes: bool = True,
-        keeps_states: bool = False,
+        states: BlockPool | None = None,
+        leaves_ends: bool = False,
     ) -> None:
         """An empty queue.
 
@@ -130,10 +156,13 @@ class Scheduler:
                 a longer one is run alone.
             refill: rows that must be free before some are filled while others run.
             shares_prefixes: prompts that begin alike share blocks.
-            keeps_states: each sequence has a slot for its layers' states, of `state_slots`.
+            states: slots for the states that layers keep of each sequence, `state_slots`, of which
+                those of the pool's snapshots are; None: no layer keeps any.
+            leaves_ends: a prompt's last whole block gets a snapshot: it is likely to come again.
         """
         self.pool = pool
-        self._states = BlockPool(state_slots(slots)) if keeps_states else None
+        self._states = states
+        self._leaves_ends = leaves_ends
         self.counts = PrefixCounts()
         self._shares_prefixes = shares_prefixes
         self._slots, self._prefill_tokens, self._refill = slots, prefill_tokens, refill
@@ -170,12 +199,12 @@ class Scheduler:
         while self._queue and room:
             group = self._queue[0]
             if not group.blocks:
-                found = self.pool.find(group.prompt) if self._shares_prefixes else []
-                num_tokens += len(group.prompt) - len(found) * BLOCK_TOKENS
+                found = self._beginning(group.prompt, entering.prompts)
+                num_tokens += len(group.prompt) - found.shared * BLOCK_TOKENS
                 if num_tokens > self._prefill_tokens and entering.prompts:
                     self._is_stuck = False  # it may come in next time
                     break
-                if not self._fits_with_prompt(group, found):
+                if not self._fits_with_prompt(group, found.blocks):
                     break
                 self._begin(group, found)
                 entering.prompts.append(group)
@@ -204,11 +233,17 @@ class Scheduler:
                 prompt and answer; None: nobody will ask for them.
         """
         if answer is not None and request.blocks and request.epoch == self.pool.epoch:
-            self.pool.keep((*request.prompt, *answer), request.blocks)
+            tokens = (*request.prompt, *answer)
+            known = self.pool.keep(tokens, request.blocks)
+            if 0 < request.trail_tokens <= len(tokens) and self.pool.snapshots is not None:
+                block = known[request.trail_tokens // BLOCK_TOKENS - 1]
+                self.pool.snapshots.know(block, request.trail)
         self.pool.release(request.blocks)
         request.blocks = []
         self._release_state(request.state)
-        request.state = -1
+        if request.trail >= 0 and self.pool.snapshots is not None:
+            self.pool.snapshots.end_trail(request.trail)
+        request.state, request.trail, request.trail_tokens = -1, -1, 0
         self._is_stuck = False
 
     def drop(self, entry: Entry) -> bool:
@@ -217,6 +252,15 @@ class Scheduler:
         group, request = entry.group, entry.request
         if group.waiting or self.pool.has_others(group.blocks[group.found :]):
             return False
+        snapshots = self.pool.snapshots
+        if snapshots is not None:
+            if any(snapshots.is_awaited(stop) for stop in group.stops):
+                return False
+            for stop in group.stops:
+                snapshots.give_up(stop)
+            if group.source >= 0:
+                snapshots.release(group.source)
+            group.source, group.stops = -1, []
         self.pool.forget(group.blocks[group.computed // BLOCK_TOKENS :])
         self.leave(request)
         return True
@@ -241,18 +285,60 @@ class Scheduler:
         held_by_others = len(found) - self.pool.num_idle(found)
         return needed - held_by_others <= self.pool.num_free
 
-    def _begin(self, group: Group, found: list[int]) -> None:
-        """Blocks for a prompt that begins with the tokens of these."""
+    def _beginning(self, prompt: Sequence[int], running: Sequence[Group]) -> _Beginning:
+        """Where a prompt can begin; those of `running` come in with it and run before it."""
+        known = self.pool.find(prompt) if self._shares_prefixes else []
+        snapshots = self.pool.snapshots
+        if snapshots is None:
+            return _Beginning(known, len(known))
+        reach = snapshots.reach(known)
+        if reach < len(known) and snapshots.can_take:
+            end = len(known) * BLOCK_TOKENS
+            for group in running:
+                if group.computed < end and group.prompt[:end] == prompt[:end]:
+                    return _Beginning(known, len(known), group)
+        return _Beginning(known, reach)
+
+    def _begin(self, group: Group, found: _Beginning) -> None:
+        """Blocks for a prompt that begins so."""
         length = len(group.prompt)
-        self.pool.share(found)
-        group.blocks = [*found, *self.pool.take(blocks_for(length) - len(found))]
-        group.found, group.computed = len(found), len(found) * BLOCK_TOKENS
+        shared, again = found.blocks, found.known[found.shared :]
+        self.pool.share(shared)
+        # Blocks that are known and run again get what they hold; so nobody else may hold them.
+        again = [block if self.pool.num_idle([block]) else -1 for block in again]
+        self.pool.share(block for block in again if block >= 0)
+        rest = blocks_for(length) - len(found.known)
+        own = iter(self.pool.take(again.count(-1) + rest))
+        group.blocks = [*shared, *(next(own) if block < 0 else block for block in again), *own]
+        group.found, group.computed = len(shared), len(shared) * BLOCK_TOKENS
         group.epoch = self.pool.epoch
         group.state = self._taken()
         self.counts.prompt_tokens += length
         self.counts.shared_tokens += group.computed
         if self._shares_prefixes:  # those behind it run later, or in the same forward
-            self.pool.keep(group.prompt, group.blocks)
+            known = self.pool.keep(group.prompt, group.blocks)
+            if self.pool.snapshots is not None:
+                self._begin_states(group, found, known, self.pool.snapshots)
+
+    def _begin_states(
+        self, group: Group, found: _Beginning, known: Sequence[int], snapshots: Snapshots
+    ) -> None:
+        """The snapshot that a prompt begins with, and those that its run leaves at the ends of some
+        of its known blocks: where it parts from others, and where it ends."""
+        if found.leaves is not None:
+            self._leave(found.leaves, found.shared, known, snapshots)
+        if found.shared:
+            group.source = snapshots.hold(known[found.shared - 1])
+        for blocks in (len(found.known), len(known) if self._leaves_ends else 0):
+            if blocks > found.shared:
+                self._leave(group, blocks, known, snapshots)
+
+    def _leave(self, group: Group, blocks: int, known: Sequence[int], snapshots: Snapshots) -> None:
+        """A prompt's run is to leave a snapshot behind these known blocks, if a slot is free."""
+        block = known[blocks - 1]
+        if not snapshots.has(block) and (slot := snapshots.take()) >= 0:
+            snapshots.know(block, slot)
+            insort(group.stops, Stop(blocks * BLOCK_TOKENS, slot, block))
 
     def _own_blocks(self, group: Group) -> int:
         """Blocks that the group's next sample needs besides the prompt's."""
@@ -285,31 +371,7 @@ class Scheduler:
             self._states.release([slot])
 
 
-def state_slots(slots: int) -> int:
-    """Slots for the states of as many rows, and of a prompt whose samples have not all come in."""
-    return slots + 1
-
-
-def blocks_needed(prompt: int, limit: int, samples: int) -> int:
-    """Blocks without which a prompt of this many tokens and one of its samples cannot run."""
-    kept_for_others = samples > 1 and prompt % BLOCK_TOKENS > 0
-    return blocks_for(prompt + limit) + kept_for_others
-
-
-def blocks_wanted(prompts: Sequence[int], limit: int, samples: int, slots: int) -> int:
-    """Blocks with which `slots` rows never wait for memory, the longest of the prompts first."""
-    wanted = 0
-    for length in sorted(prompts, reverse=True):
-        rows = min(samples, slots)
-        if rows == 0:
-            break
-        slots -= rows
-        own = blocks_for(length + limit) - length // BLOCK_TOKENS
-        wanted += blocks_needed(length, limit, samples) + (rows - 1) * own
-    # A shorter prompt that ends inside a block may need one more than a longer one that does not.
-    return max(wanted, most_needed(prompts, limit, samples))
-
-
-def most_needed(prompts: Sequence[int], limit: int, samples: int) -> int:
-    """Blocks without which some prompt could never run."""
-    return max((blocks_needed(prompt, limit, samples) for prompt in prompts), default=0)
+def state_slots(slots: int, spare: int = 0) -> int:
+    """Slots for the states of as many rows, and of a prompt whose samples have not all come in; and
+    spare ones, for snapshots."""
+    return slots + 1 + spare

@@ -18,31 +18,29 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.generation.batch_state import Part, Rows
+from tandem.generation.blocks import BlockPool
 from tandem.generation.drawn import Drawn, Observed, Unread
 from tandem.generation.keeping import StateKeeper
 from tandem.generation.native_runner import NativeRunner
+from tandem.generation.prefill import Prefill
 from tandem.generation.prefixes import PrefixPool
 from tandem.generation.record import Record
 from tandem.generation.runner import new_memory
 from tandem.generation.runners import make_runner
 from tandem.generation.scheduler import (
     Entry,
-    Group,
     PrefixCounts,
     Request,
     Scheduler,
     state_slots,
 )
+from tandem.generation.snapshots import Snapshots
 from tandem.models.twin import keeps_states
 from tandem.ops import gpu
 from tandem.ops.sizes import BLOCK_TOKENS, PREFILL_TOKENS
 
 _FAILED = -1
 """Stands for a token that was drawn of NaN."""
-
-
-Piece = tuple[Group, int, int]
-"""A part of a prompt: where it begins, and how many tokens it has."""
 
 
 class Session:
@@ -61,6 +59,7 @@ class Session:
         chunk_tokens: int | None = None,
         share_prefixes: bool = True,
         keep_answers: bool = False,
+        spare_slots: int = 0,
         record: Record | None = None,
         late: bool | None = None,
     ) -> None:
@@ -76,37 +75,36 @@ class Session:
                 that come in.
             share_prefixes: prompts that begin alike share the memory of their beginning.
             keep_answers: later prompts may begin with an answer too, as a conversation's do.
+            spare_slots: for snapshots, where layers keep states; with none, nothing is shared there
+                but by samples of a prompt.
             record: keeps what is drawn, and its owner looks at the numbers; without one, an
                 answer whose distribution is NaN ends as failed.
             late: look at tokens one step late; None does so on a GPU.
         """
         has_states = keeps_states(model)
-        memory = new_memory(model, num_blocks, state_slots(slots) if has_states else 0)
+        num_slots = state_slots(slots, spare_slots) if has_states else 0
+        memory = new_memory(model, num_blocks, num_slots)
         self._make_runner = partial(make_runner, model, memory, table_width * BLOCK_TOKENS)
         self.runner = self._make_runner()
         self.rows = Rows(slots, table_width, model.device, keeps_states=has_states)
-        self._keeps_states = has_states
         self._memory = memory
         self._keeper: StateKeeper | None = None
-        # On a CPU more in one forward are no faster, and their activations take memory.
-        width = model.config.get_text_config().hidden_size
-        self._prefill_tokens = prefill_tokens
-        self._run_tokens = (
-            prefill_tokens if model.device.type != "cpu" else max(512, 2**18 // width)
-        )
-        self._chunk_tokens = chunk_tokens
-        self._keep_answers = keep_answers
+        shares = share_prefixes and (not has_states or spare_slots > 0)
+        states = BlockPool(num_slots) if has_states else None
+        snapshots = Snapshots(states, spare_slots) if states is not None and shares else None
+        self._keep_answers, self._shares_answers = keep_answers, keep_answers and shares
+        self._leaves_trails = keep_answers and snapshots is not None
         self._scheduler = Scheduler(
-            PrefixPool(num_blocks),
+            PrefixPool(num_blocks, snapshots),
             slots,
             prefill_tokens=prefill_tokens,
             refill=max(1, slots // 8) if refill is None else refill,
-            # A prompt's states are kept of its end alone, not of what it shares with others.
-            shares_prefixes=share_prefixes and not has_states,
-            keeps_states=has_states,
+            shares_prefixes=shares,
+            states=states,
+            leaves_ends=keep_answers and record is None,
         )
-        self._prompts: deque[Group] = deque()  # let in and not yet run to their ends
-        self._entries: deque[Entry] = deque()  # their requests
+        self._prompts = Prefill(memory, model, prefill_tokens, chunk_tokens, snapshots)
+        self._entries: deque[Entry] = deque()  # requests whose prompts were let in
         self._stop_token_ids = frozenset(stop_token_ids)
         self._record = record
         self._late = model.device.type == "cuda" if late is None else late
@@ -170,9 +168,9 @@ class Session:
             self._scheduler.withdraw(request)
             return
         samples = sum(other.group is entry.group for other in self._entries)
-        if samples == 1 and entry.group in self._prompts and self._scheduler.drop(entry):
+        if samples == 1 and entry.group in self._prompts.groups and self._scheduler.drop(entry):
             self._entries.remove(entry)
-            self._prompts.remove(entry.group)
+            self._prompts.groups.remove(entry.group)
         # Else its blocks are free when its prompt has been run, which others need.
 
     @torch.no_grad()
@@ -182,10 +180,10 @@ class Session:
         if not self._entries:
             entering = self._scheduler.admit(len(self.rows))
             if entering is not None:
-                self._prompts.extend(entering.prompts)
+                self._prompts.groups.extend(entering.prompts)
                 self._entries.extend(entering.entries)
         if self._entries:
-            self._prefill()
+            self._prompts.run(self.runner, self._keeper, beside_rows=bool(self.rows.requests))
             if self._let_in():
                 drawn += self._look()
         if self.rows.requests:
@@ -196,6 +194,8 @@ class Session:
             self._step += 1
             if self._keeper is not None:
                 self._keeper.decoded(live.token_ids, live.places)
+            if self._leaves_trails:
+                self._leave_trails(live.requests)
             self._draw(logits, live)
         return drawn + self._look()
 
@@ -247,58 +247,22 @@ class Session:
         self._draw(logits, part)
         return True
 
-    def _prefill(self) -> None:
-        """Run prompts that were let in, or as much of them as one step may.
-
-        Prompts run in order, so what one shares has been computed when another needs it.
-        """
-        left: float = torch.inf
-        if self._chunk_tokens is not None:
-            left = self._chunk_tokens if self.rows.requests else self._prefill_tokens
-        part: list[Piece] = []
-        while self._prompts and left > 0:
-            group = self._prompts[0]
-            remaining = len(group.prompt) - group.computed
-            count = int(min(remaining, left, self._prefill_tokens))
-            if count < remaining:  # parts end where blocks do
-                count = max(1, count // BLOCK_TOKENS) * BLOCK_TOKENS
-                count = min(count, remaining)
-            goes_on = self._keeps_states and bool(part) and part[-1][0] is group
-            if part and (goes_on or sum(n for _, _, n in part) + count > self._run_tokens):
-                self._run(part)
-                part = []
-            part.append((group, group.computed, count))
-            group.computed += count
-            left -= count
-            if group.computed == len(group.prompt):
-                self._prompts.popleft()
-        if part:
-            self._run(part)
-
-    def _run(self, parts: list[Piece]) -> None:
-        """One forward over parts of prompts: each a group, where it begins, and its tokens."""
-        device = self.rows.device
-        width = max(len(group.blocks) for group, _, _ in parts)
-        tables = [group.blocks + [0] * (width - len(group.blocks)) for group, _, _ in parts]
-        tokens = [t for group, start, n in parts for t in group.prompt[start : start + n]]
-        logits = self.runner.prefill(
-            token_ids := gpu.sent(tokens, device),
-            [count for _, _, count in parts],
-            gpu.sent(tables, device, torch.int32),
-            [start for _, start, _ in parts],
-            self._slots(parts),
-        )
-        if self._keeper is not None:
-            self._keeper.ran_prompts(token_ids, parts)
-        for (group, start, count), row in zip(parts, logits, strict=True):
-            if start + count == len(group.prompt):
-                group.logits = row
-
-    def _slots(self, parts: list[Piece]) -> Tensor | None:
-        """Where the parts' states are kept, (G,)."""
-        if not self._keeps_states:
-            return None
-        return gpu.sent([group.state for group, _, _ in parts], self.rows.device)
+    def _leave_trails(self, requests: Sequence[Request]) -> None:
+        """Copy the states of rows that have come to the end of a block, for who begins with it."""
+        snapshots = self._scheduler.pool.snapshots
+        assert snapshots is not None
+        pairs = []
+        for request in requests:
+            tokens = len(request.prompt) + self._step - request.begun
+            if tokens % BLOCK_TOKENS == 0:
+                if request.trail < 0:
+                    request.trail = snapshots.begin_trail()
+                if request.trail >= 0:
+                    request.trail_tokens = tokens
+                    pairs.append((request.state, request.trail))
+        if pairs:
+            slots = gpu.sent(pairs, self.rows.device)
+            self._memory.copy_states(slots[:, 0], slots[:, 1])
 
     def _draw(self, logits: Tensor, part: Part) -> None:
         """Draw for these rows; those that have reached their limit leave before the next step."""
@@ -390,6 +354,6 @@ class Session:
         self.rows.leave(requests)
         for request in requests:
             # The last token has been drawn, but not been run.
-            keeps = self._keep_answers and not request.failed and not self._keeps_states
+            keeps = self._shares_answers and not request.failed
             answer = request.drawn[:-1] if keeps else None
             self._scheduler.leave(request, answer)

@@ -27,6 +27,7 @@ from tandem.generation.runner import kv_dtype
 from tandem.generation.sampler import Sampler, sequence_key
 from tandem.generation.scheduler import PrefixCounts, Request, state_slots
 from tandem.generation.session import Session
+from tandem.generation.snapshots import spare_slots
 from tandem.generation.stops import Stops
 from tandem.models.twin import decodes, kv_shapes
 from tandem.models.versions import weights_of
@@ -62,8 +63,7 @@ class Conversations:
 
     Each conversation has its own sampling and seed, and its text does not depend on the others.
     What prompts begin with alike is computed once, and so is what a conversation's next prompt
-    repeats of its earlier turns, as long as memory has room for it and the weights stay the same
-    (not where layers keep states, which are of a prompt's end alone).
+    repeats of its earlier turns, as long as memory has room for it and the weights stay the same.
     The model must not change between `step`s. Use it as a context manager, which frees the memory.
     """
 
@@ -75,6 +75,7 @@ class Conversations:
         slots: int = 8,
         max_tokens: int = 4096,
         kv_blocks: int | None = None,
+        spare: int | None = None,
         chunk_tokens: int = CHUNK_TOKENS,
         share_prefixes: bool = True,
     ) -> None:
@@ -85,6 +86,8 @@ class Conversations:
             max_tokens: most tokens of one prompt and its answer together.
             kv_blocks: blocks of KV memory; None: what `slots` of the longest answers need, or what
                 there is room for.
+            spare: slots for snapshots of states, where layers keep any; None: those of use, or
+                what there is room for.
             chunk_tokens: most tokens of prompts that run between two tokens of running answers.
             share_prefixes: compute once what prompts begin with alike.
         Raises:
@@ -99,6 +102,8 @@ class Conversations:
         self._session: Session | None = None
         if decodes(model):
             longest = blocks_for(max_tokens)
+            if spare is None:
+                spare = spare_slots(model, slots, keeps_answers=True) if share_prefixes else 0
             self._session = Session(
                 model,
                 stops.stop_token_ids,
@@ -110,13 +115,14 @@ class Conversations:
                     largest=longest,
                     dtype=kv_dtype(model),
                     device=model.device,
-                    slots=state_slots(slots),
+                    slots=state_slots(slots, spare),
                 ),
                 table_width=longest,
                 refill=1,
                 chunk_tokens=chunk_tokens,
                 share_prefixes=share_prefixes,
                 keep_answers=share_prefixes,
+                spare_slots=spare,
             )
         self._weights = weights_of(model)
 
@@ -347,7 +353,8 @@ def stream(
         NumericsError: a logit was NaN, or every token forbidden.
     """
     budget = _budget(model, prompt_ids, sampling, max_positions(model))
-    with Conversations(model, stops, slots=1, max_tokens=len(prompt_ids) + budget) as talk:
+    most = len(prompt_ids) + budget
+    with Conversations(model, stops, slots=1, max_tokens=most, share_prefixes=False) as talk:
         yield from _streamed(talk, prompt_ids, sampling, seed)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from tandem.memory.dimensions import GATED_KEEPS, Shape
 from tandem.memory.model import FLOAT, Bytes, Layout, in_flight_bytes, working_bytes
 from tandem.ops.logits import BUDGET_BYTES
-from tandem.ops.sizes import BLOCK_TOKENS, PREFILL_TOKENS
+from tandem.ops.sizes import BLOCK_TOKENS, PREFILL_TOKENS, SNAPSHOT_SLOTS
 
 FUSED_GATED_KEEPS = 2
 """Tensors of the inner width that a gated MLP keeps on a GPU and in whole blocks on a CPU: gate and
@@ -167,11 +167,13 @@ def logits_rows(shape: Shape, layout: Layout, size: int) -> int:
 
 
 def kv_bytes(shape: Shape, rows: int, tokens: int, layout: Layout) -> float:
-    """KV memory of `rows` answers in parallel, prompt and answer `tokens` long, and states."""
+    """KV memory of `rows` answers in parallel, prompt and answer `tokens` long, and states: theirs,
+    of a prompt whose samples come in, and of what prompts begin with alike."""
     held = -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
     layers = shape.layers - shape.keyless
     keys = 2.0 * layout.compute_bytes * layers * shape.kv_width
-    return rows * (keys * held + state_bytes(shape, layout))
+    slots = rows + 1 + min(SNAPSHOT_SLOTS, rows)
+    return rows * keys * held + slots * state_bytes(shape, layout)
 
 
 def state_bytes(shape: Shape, layout: Layout) -> float:

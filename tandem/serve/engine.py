@@ -24,6 +24,7 @@ from tandem.generation.generator import rows_together
 from tandem.generation.observed import TokenLogprobs
 from tandem.generation.runner import kv_dtype
 from tandem.generation.scheduler import state_slots
+from tandem.generation.snapshots import spare_slots
 from tandem.generation.stops import Stops
 from tandem.generation.streaming import CHUNK_TOKENS, Conversations, Handle
 from tandem.models.twin import decodes, kv_shapes
@@ -229,11 +230,12 @@ class Engine:
 
     def _open(self, loaded: Loaded) -> _Running:
         context = self.context_of(loaded)
-        blocks, slots = None, self.slots
+        blocks, slots, spare = None, self.slots, None
         if decodes(loaded.model):
             device, longest = loaded.model.device, blocks_for(context)
             free = int(free_bytes(device) * _KV_SHARE)
             slots = rows_together(loaded.model, slots, free)
+            spare = spare_slots(loaded.model, slots, keeps_answers=True, free=free)
             blocks = affordable_blocks(
                 kv_shapes(loaded.model),
                 needed=slots * longest,
@@ -241,7 +243,7 @@ class Engine:
                 dtype=kv_dtype(loaded.model),
                 device=device,
                 free=free,
-                slots=state_slots(slots),
+                slots=state_slots(slots, spare),
             )
         talk = Conversations(
             loaded.model,
@@ -249,6 +251,7 @@ class Engine:
             slots=slots,
             max_tokens=context,
             kv_blocks=blocks,
+            spare=spare,
             chunk_tokens=self._prefill_tokens,
         )
         self._running[loaded] = _Running(loaded, talk)

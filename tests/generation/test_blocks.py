@@ -11,10 +11,17 @@ from hypothesis import strategies as st
 
 from tandem.config.schema import SamplingConfig
 from tandem.errors import GenerationError
-from tandem.generation.blocks import BlockPool, affordable_blocks, blocks_for, free_bytes
+from tandem.generation.blocks import (
+    BlockPool,
+    affordable_blocks,
+    blocks_for,
+    blocks_needed,
+    blocks_wanted,
+    free_bytes,
+)
 from tandem.generation.prefixes import PrefixPool
 from tandem.generation.sampler import Sampler
-from tandem.generation.scheduler import Request, Scheduler, blocks_needed, blocks_wanted
+from tandem.generation.scheduler import Request, Scheduler
 from tandem.ops.attention_context import LayerShape
 
 SAMPLER = Sampler(SamplingConfig(), (2,), torch.device("cpu"), 99)

@@ -151,7 +151,7 @@ def test_samples_go_on_whose_last_one_is_cancelled_while_their_prompt_runs() -> 
             session.submit(requests)
             step()
             if place == 1 and cancelled:
-                assert [group.computed for group in session._prompts] == [16]
+                assert [group.computed for group in session._prompts.groups] == [16]
                 assert [entry.request for entry in session._entries] == requests[:2]
                 session.cancel(requests[2])
         while session.busy:

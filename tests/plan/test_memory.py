@@ -15,6 +15,8 @@ from tandem.config.schema import LoraConfig, RunConfig
 from tandem.engine.forward import response_logprobs
 from tandem.errors import ConfigError
 from tandem.generation.runner import new_memory
+from tandem.generation.scheduler import state_slots
+from tandem.generation.snapshots import spare_slots
 from tandem.memory.model import (
     Layout,
     layout_of,
@@ -167,8 +169,9 @@ def test_layers_with_a_state_are_counted_by_what_they_keep(family: str, dtype: t
 
 def test_states_are_what_a_rollout_allocates() -> None:
     model = new_causal_lm(config_of("bamba", **HYBRIDS["bamba"]), seed=1)
-    memory = new_memory(model, num_blocks=11, num_slots=5)
-    held = sum(tensor[:5].nbytes for layer in memory.states for tensor in layer)
+    slots = state_slots(5, spare_slots(model, 5))
+    memory = new_memory(model, num_blocks=11, num_slots=slots)
+    held = sum(tensor[:slots].nbytes for layer in memory.states for tensor in layer)
     shape = shape_of(model.config)
     assert kv_bytes(shape, 5, 0, Layout()) == held
     blocks = sum(tensor[:5].nbytes for layer in memory.layers for tensor in layer)
