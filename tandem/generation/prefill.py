@@ -25,8 +25,8 @@ class Prefill:
     """Prompts on their way into KV memory.
 
     They run in order, so what one shares has been computed when another needs it. States are copied
-    between forwards: so parts of one prompt, and a prompt and those that begin with a snapshot that
-    it leaves, are never in the same.
+    between forwards, so where layers keep any, a prompt waits for the one that leaves the snapshot
+    that it begins with, but not for others.
     """
 
     def __init__(
@@ -55,23 +55,35 @@ class Prefill:
         left: float = torch.inf
         if self._chunk_tokens is not None:
             left = self._chunk_tokens if beside_rows else self._prefill_tokens
-        part: list[Piece] = []
         while self.groups and left > 0:
-            group = self.groups[0]
-            if part and self._needs_states_of(part, group):
-                self._forward(runner, keeper, part)
-                part = []
-            count = self._next_tokens(group, left)
-            if part and sum(n for _, _, n in part) + count > self._run_tokens:
-                self._forward(runner, keeper, part)
-                part = []
-            part.append((group, group.computed, count))
-            group.computed += count
-            left -= count
-            if group.computed == len(group.prompt):
-                self.groups.popleft()
-        if part:
+            part = self._next_part(left)
+            for group, _, count in part:
+                group.computed += count
+                left -= count
             self._forward(runner, keeper, part)
+            for group, _, _ in part:
+                if group.computed == len(group.prompt):
+                    self.groups.remove(group)
+
+    def _next_part(self, left: float) -> list[Piece]:
+        """What the next forward runs, of the tokens that a step may still run: of each prompt what
+        comes before its next snapshot, as long as what earlier ones have left can follow."""
+        part: list[Piece] = []
+        total = 0
+        awaited = {stop.slot for group in self.groups for stop in group.stops}
+        for group in self.groups:
+            if group.source in awaited:
+                continue
+            count = self._next_tokens(group, left)
+            if part and (left <= 0 or total + count > self._run_tokens):
+                break
+            part.append((group, group.computed, count))
+            total += count
+            rest = len(group.prompt) - group.computed - count
+            left -= count + rest
+            if rest and not self._memory.num_slots:
+                break  # those behind it may share what it is yet to compute
+        return part
 
     def _next_tokens(self, group: Group, left: float) -> int:
         """How many tokens of a prompt to run next, of those that a step may still run."""
@@ -83,13 +95,6 @@ class Prefill:
         if group.stops:
             count = min(count, group.stops[0].end - group.computed)
         return count
-
-    def _needs_states_of(self, part: Sequence[Piece], group: Group) -> bool:
-        """Whether a prompt goes on from states that these pieces are yet to compute."""
-        if not self._memory.num_slots:
-            return False
-        left = (g.stops[0].slot for g, _, _ in part if g.stops and g.stops[0].end == g.computed)
-        return part[-1][0] is group or group.source in left
 
     def _forward(self, runner: Runner, keeper: StateKeeper | None, parts: Sequence[Piece]) -> None:
         """One forward over parts of prompts, between what it begins with and what it leaves."""

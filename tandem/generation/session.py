@@ -101,7 +101,7 @@ class Session:
             refill=max(1, slots // 8) if refill is None else refill,
             shares_prefixes=shares,
             states=states,
-            leaves_ends=keep_answers and record is None,
+            leaves_ends=keep_answers,
         )
         self._prompts = Prefill(memory, model, prefill_tokens, chunk_tokens, snapshots)
         self._entries: deque[Entry] = deque()  # requests whose prompts were let in

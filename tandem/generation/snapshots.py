@@ -117,7 +117,7 @@ class Snapshots:
 
     def begin_trail(self) -> int:
         """As `take`, for a live answer, which all together have at most half of the slots."""
-        if 2 * self._trails >= self._most:
+        if 2 * (self._trails + 1) > self._most:
             return -1
         slot = self.take()
         self._trails += slot >= 0

@@ -160,7 +160,7 @@ def test_blocks_that_nobody_holds_are_run_again_where_they_are() -> None:
 @pytest.mark.parametrize(
     ("how", "ran"),
     [
-        ({}, [[32], [16], [32, 11, 2, 8, 20]]),
+        ({}, [[32, 20], [16, 8], [32, 11, 2]]),
         ({"batch_size": 2, "refill": 1, "chunk_tokens": 16, "kv_blocks": 16}, None),
     ],
 )
