@@ -319,6 +319,29 @@ def test_a_cancelled_prompt_leaves_no_snapshot_that_was_not_written() -> None:
     session.close()
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_cancelled_prompt_that_ran_again_what_others_hold(waits: bool) -> None:
+    """Who begins with its snapshot holds blocks of an earlier prompt, and none of its own."""
+    session, snapshots = session_with(hybrid("bamba"), chunk_tokens=16)
+    earlier, first, second = requests_of(tokens_of(2, 81), tokens_of(2, 80), tokens_of(2, 79))
+    session.submit([earlier])
+    session.step()
+    session.submit([first])
+    if waits:
+        session.submit([second])
+    session.step()
+    writer = session._prompts.groups[0]
+    assert (writer.prompt, writer.computed) == (first.prompt, 16)
+    assert not {*writer.blocks} & {*earlier.blocks}
+    session.cancel(first)
+    assert (writer in session._prompts.groups) == waits
+    assert snapshots.num_known == waits
+    if not waits:
+        session.submit([second])
+    assert observed(session, [earlier, second])[1] == alone(hybrid("bamba"), second)
+    assert (snapshots.num_used, session.num_free_blocks) == (1, 40)
+
+
 def test_what_other_weights_computed_is_not_found() -> None:
     model = hybrid("lfm2")
     with Conversations(model, STOPS, max_tokens=256) as talk:
