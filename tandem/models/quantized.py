@@ -216,6 +216,7 @@ class PackedWeight(StoredWeight):
         assert isinstance(self.scales, DTensor)
         packed, scales = self.packed.full_tensor(), self.scales.full_tensor()
         weight = self.layout.unpacked(packed, scales, self.dtype)
-        return distribute_tensor(
+        made = distribute_tensor(
             weight, self.packed.device_mesh, self.packed.placements, src_data_rank=None
         )
+        return made.to(self.packed.device)  # the host's, if parameters are kept there

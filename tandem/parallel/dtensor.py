@@ -110,9 +110,14 @@ def piece_like(full: Tensor | Saved, like: Tensor) -> Tensor:
 
 
 def as_piece(piece: Tensor, like: Tensor) -> Tensor:
-    """A tensor split as `like` is, from this rank's piece."""
+    """A tensor split as `like` is, from this rank's piece, and on the piece's device."""
     if not isinstance(like, DTensor):
         return piece
+    if piece.device.type != like.device_mesh.device_type:
+        # What is kept on the host; from_local would take it to the mesh's GPU.
+        made = torch.empty_like(like.detach(), dtype=piece.dtype, device=piece.device)
+        local(made).copy_(piece)
+        return made
     return DTensor.from_local(
         piece,
         like.device_mesh,

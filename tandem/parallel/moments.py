@@ -25,11 +25,9 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from tandem.config.parallel import OptimizerStates
 from tandem.ops import native
-from tandem.parallel.dtensor import local
 
 BLOCK = 256
 """Elements of a row that share a scale."""
@@ -73,20 +71,10 @@ def zero_moments(
 
 
 def _rows_like(tensor: Tensor, columns: int) -> Tensor:
-    """Zeros with as many rows as `tensor`, split as its rows are."""
-    own = local(tensor)
-    made = torch.zeros(own.shape[0], columns, dtype=torch.float32, device=own.device)
-    if not isinstance(tensor, DTensor):
-        return made
-    shape = torch.Size((tensor.shape[0], columns))
-    return DTensor.from_local(
-        made,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=shape,
-        stride=(columns, 1),
-    )
+    """Zeros (rows, columns) with as many rows as `tensor`, split and kept as its rows are."""
+    # Made from a view: DTensor.from_local would take what is kept on the host to the mesh's GPU.
+    rows = tensor.flatten(1)[:, :columns]
+    return torch.zeros_like(rows, dtype=torch.float32, memory_format=torch.contiguous_format)
 
 
 def random_bits(num: int, first: int, ordinal: int, step: Tensor) -> Tensor:
