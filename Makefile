@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test test-gpu test-slow battery lint types docs bench bench-gpu clean
+.PHONY: demo test test-gpu test-simulated-gpu test-slow battery lint types docs bench bench-gpu clean
 
 demo: $(STAMP)  ## all three steps on the built-in data set, then a chat sample and a report
 	$(BIN)/tandem demo
@@ -21,6 +21,10 @@ test: $(STAMP) lint  ## lint, type-check, test
 
 test-gpu:  ## what only a GPU shows, in minutes; with the python and torch that are there (PYTHON=)
 	TANDEM_TEST_GPU=on $(PYTHON) -m pytest tests/gpu tests/ops
+
+test-simulated-gpu: $(STAMP)  ## the same on a GPU that is simulated, without kernels
+	TANDEM_TEST_GPU=on TANDEM_GPU_KERNELS=off OMP_NUM_THREADS=1 \
+		$(BIN)/python -m tests.simulated_gpu -m pytest tests/gpu
 
 test-slow: $(STAMP)  ## the longer batteries
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
