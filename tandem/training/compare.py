@@ -24,6 +24,7 @@ from tandem.generation.generator import max_positions
 from tandem.generation.stops import Stops
 from tandem.metrics.folder import EVALUATION_FILE, finished_stages
 from tandem.rewards.scoring import RewardFunctions
+from tandem.text import counted
 from tandem.training.calibration import reliability
 from tandem.training.conversations import ConversationSource, conversation_source, said
 from tandem.training.evaluate import (
@@ -91,7 +92,11 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
         {"prompt": prompts[place].messages[-1].content, "answers": {}} for place in places
     ]
     with rewarding(run, rows) as (scorer, rewards, conversations):
-        for label, source in policies(run):
+        found = list(policies(run))
+        measured = f"{counted(len(rows.heldout_sft), 'text')} and {counted(len(prompts), 'prompt')}"
+        for number, (label, source) in enumerate(found, start=1):
+            # A large model may take longer than the steps before it.
+            run.print_line(f"comparing: {label} ({number} of {len(found)}) on {measured}, held out")
             model = run.placement.policy(source, trained=False)
             models[label] = language_model_metrics(model, rows.heldout_sft, rows.renderer, config)
             if prompts:
