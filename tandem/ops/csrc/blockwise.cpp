@@ -132,9 +132,85 @@ TANDEM_INLINE void numbers_of(const uint8_t* codes, float* to, int64_t n) {
   }
 }
 
+// ---- sixteen codes at a time, where a table of sixteen numbers fits registers ----
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#define TANDEM_SIXTEEN_CODES 1
+
+// Sixteen half bytes as bytes, the lower half of each first.
+TANDEM_INLINE __m128i half_bytes(const uint8_t* codes) {
+  const __m128i both = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
+  const __m128i low = _mm_set1_epi8(15);
+  return _mm_unpacklo_epi8(_mm_and_si128(both, low), _mm_and_si128(_mm_srli_epi16(both, 4), low));
+}
+
+#if defined(__AVX512F__)
+template <int64_t kind>
+TANDEM_INLINE v16 sixteen_numbers(const uint8_t* codes) {
+  if constexpr (kind == kInt8) {
+    const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+    return reinterpret_cast<v16>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(all)));
+  } else {
+    const __m512i all = _mm512_cvtepu8_epi32(half_bytes(codes));
+    if constexpr (kind == kInt4)
+      return reinterpret_cast<v16>(_mm512_cvtepi32_ps(_mm512_sub_epi32(all, _mm512_set1_epi32(8))));
+    else
+      return reinterpret_cast<v16>(
+          _mm512_permutexvar_ps(all, _mm512_loadu_ps(kNF4Numbers.data())));
+  }
+}
+#else
+template <int64_t kind>
+TANDEM_INLINE v8 eight_numbers(__m128i codes) {  // the lower eight bytes
+  if constexpr (kind == kInt8) {
+    return reinterpret_cast<v8>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)));
+  } else {
+    const __m256i all = _mm256_cvtepu8_epi32(codes);
+    if constexpr (kind == kInt4) {
+      const __m256i signed_ = _mm256_sub_epi32(all, _mm256_set1_epi32(8));
+      return reinterpret_cast<v8>(_mm256_cvtepi32_ps(signed_));
+    } else {  // a permutation looks at three bits; the fourth chooses between two of them
+      const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(kNF4Numbers.data()), all);
+      const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(kNF4Numbers.data() + 8), all);
+      const __m256 fourth = _mm256_castsi256_ps(_mm256_slli_epi32(all, 28));
+      return reinterpret_cast<v8>(_mm256_blendv_ps(low, high, fourth));
+    }
+  }
+}
+template <int64_t kind>
+TANDEM_INLINE v16 sixteen_numbers(const uint8_t* codes) {
+  const __m128i all = kind == kInt8 ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))
+                                    : half_bytes(codes);
+  return {eight_numbers<kind>(all), eight_numbers<kind>(_mm_srli_si128(all, 8))};
+}
+#endif
+
+// Whole sixteens of one block's n numbers; returns how many.
+template <int64_t kind, class T>
+TANDEM_INLINE int64_t decode_sixteens(const uint8_t* codes, float scale, T* out, int64_t n) {
+  constexpr int64_t per_byte = kind == kInt8 ? 1 : 2;
+  const v16 scales = splat(scale);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    store(out + i, sixteen_numbers<kind>(codes + i / per_byte) * scales);
+  return i;
+}
+#endif
+
 template <int64_t kind, class T, class S>
 void decode_block(const uint8_t* codes, int64_t code_stride, const S* scales, int64_t scale_stride,
                   int64_t parts, T* out, int64_t n) {
+#ifdef TANDEM_SIXTEEN_CODES
+  if constexpr (!std::is_same_v<T, c10::Half>) {
+    if (parts == 1) {
+      const int64_t done = decode_sixteens<kind>(codes, static_cast<float>(*scales), out, n);
+      codes += done / (kind == kInt8 ? 1 : 2);
+      out += done;
+      n -= done;
+      if (n == 0) return;
+    }
+  }
+#endif
   alignas(64) float numbers[kMaxBlock + 2], total[kMaxBlock];
   for (int64_t part = 0; part < parts; ++part) {
     numbers_of<kind>(codes + part * code_stride, numbers, n);
@@ -173,12 +249,16 @@ struct Runs {
   void for_blocks(int64_t rows, int64_t per_byte, Body body) const {
     const int64_t each = blocks();
     parallel_for(0, rows * each, 1 + 32768 / size, [&](int64_t from, int64_t to) {
+      int64_t row = from / each, b = from % each, run = 0;
       for (int64_t i = from; i < to; ++i) {
-        const int64_t row = i / each, b = i % each;
-        const auto found = std::upper_bound(block.begin(), block.end(), b);
-        const int64_t run = found - block.begin() - 1, inside = (b - block[run]) * size;
+        while (b >= block[run + 1]) ++run;
+        const int64_t inside = (b - block[run]) * size;
         const int64_t n = std::min(size, number[run + 1] - number[run] - inside);
         body(row, number[run] + inside, byte[run] + inside / per_byte, b, n);
+        if (++b == each) {
+          b = run = 0;
+          ++row;
+        }
       }
     });
   }
