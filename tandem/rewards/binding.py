@@ -8,7 +8,9 @@ by position.
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -48,6 +50,21 @@ class Binding:
 def names_parameter(function: Callable[..., Any], name: str) -> bool:
     """Whether a function has a parameter of that name."""
     return name in _named(parameters_of(function) or [])
+
+
+def columns_read(function: Callable[..., Any], columns: Iterable[str]) -> list[str]:
+    """Those of these columns that a function's code reads, by a parameter of that name that it uses
+    or, from `**columns`, by that name in quotes. Where there is no source, all that it names."""
+    named = _named(parameters_of(function) or [])
+    try:
+        source = inspect.getsource(inspect.unwrap(function))
+        # A lambda's source is the line that it stands on, which may be no statement by itself.
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(source))))
+    except (OSError, TypeError, ValueError, SyntaxError):
+        return [column for column in columns if column in named]
+    used = {node.id for node in nodes if isinstance(node, ast.Name)} & named.keys()
+    quoted = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    return [column for column in columns if column in used or column in quoted]
 
 
 def binding_of(function: Callable[..., Any], names: Iterable[str]) -> Binding:

@@ -1,4 +1,10 @@
-"""Before step 1: does each reward function tell a right answer from a wrong one?"""
+"""Before step 1: does each reward function tell a right answer from a wrong one?
+
+A function that scores an answer alike with its own row and with other rows judges form, such as a
+format or a length. Means of references and of other rows' references then differ by which texts
+were drawn, so it is not tested by them, unless it reads a column that differs between the rows:
+a comparison with the reference that never matches looks the same.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.errors import ConfigError
+from tandem.rewards.binding import columns_read
 from tandem.rewards.calling import RewardFunction
 from tandem.rewards.columns import ANSWER, columns_of
 from tandem.rewards.form import MESSAGES_ARE_GIVEN, TEXTS_ARE_GIVEN, reads_messages
 from tandem.rewards.remote import RemoteReward
 from tandem.rewards.scoring import Answers, FunctionScores, RewardFunctions
+from tandem.rewards.spec import RewardSpec
 
 NUM_ROWS = 8
-"""Rows that are tried; they are among the first with a reference."""
+"""Rows that are tried: the first with references that differ, then the first of the others."""
 _OTHERS = 2
+_ROUNDING = 1e-9
+"""By how much of the largest score two means of the same scores in another order may differ."""
 _ANY_ANSWER = "An answer."
 
 
@@ -47,8 +57,9 @@ def self_test(
     Returns:
         one line per function on what was found.
     Raises:
-        ConfigError: a function takes texts for lists of messages, a server gives no reward, or a
-            function does not score the reference highest on average.
+        ConfigError: a function with a weight takes texts for lists of messages, a server gives no
+            reward, or a function that judges answers by their row does not score the reference
+            highest on average.
     """
     column = rewards.config.answer_column
     references = columns_of([row.columns for row in rows], column, [ANSWER])[ANSWER]
@@ -65,58 +76,160 @@ def self_test(
         # Not what holds state between calls, or waits for people.
         is_held = getattr(call, "in_process", False) or getattr(call, "training_only", False)
         if isinstance(call, RemoteReward) or not is_held:
-            lines += _tried(rewards, spec.label, call, _answers(first, [], call, encode))
+            lines += _tried(rewards, spec, call, _answers(first, [], call, encode))
     if len(texts) < 2:
         line = (
             "reward functions are not tested before the first step: no two rows have different "
             f"references in the column {column} (--scoring.answer-column)"
         )
         return [*lines, line]
-    tested = known[:NUM_ROWS]
-    num_others = min(_OTHERS, len(texts) - 1)
+    tested = _spread(known)
+    columns = columns_of([row.columns for row, _ in tested], column, [ANSWER])
+    differing = [name for name, values in columns.items() if any(v != values[0] for v in values)]
     for spec, call in trials:
-        if not getattr(call, "checks_answer", True):
-            continue
-        answers = _answers(tested, texts, call, encode)
-        (scored,) = rewards.score(answers, spec.label)
-        means = _means(scored, 2 + num_others)
-        right, empty, other = means
-        if not (right > empty and right > other):  # NaN is not above anything
-            told = reads_messages(call)
-            raise ConfigError(_complaint(spec.label, column, means, len(tested), scored, told))
-        lines.append(
-            f"reward function {spec.label} tells answers apart on {len(tested)} rows: reference "
-            f"{right:.3g}, empty {_shown(empty)}, another row's reference {_shown(other)}"
-        )
+        if getattr(call, "checks_answer", True):
+            answers = _answers(tested, texts, call, encode)
+            (scored,) = rewards.score(answers, spec.label)
+            found = _Found(spec, scored, answers.completions, len(tested))
+            is_alone = not any(other.weight for other in rewards.specs if other is not spec)
+            lines.append(_judged(found, call, columns_read(call, differing), column, is_alone))
     return lines
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a function gave for the tested answers: of each row its reference, an empty answer and
+    other rows' references, in this order."""
+
+    spec: RewardSpec
+    scored: FunctionScores
+    completions: Sequence[str]
+    num_rows: int
+
+    @property
+    def means(self) -> tuple[float, float, float]:
+        """Mean score of the references, of the empty answers and of others' references. An answer
+        without a score is left out; a mean of nothing is NaN for the references, else -inf."""
+        kinds: tuple[list[float], ...] = ([], [], [])
+        per_row = len(self.completions) // self.num_rows
+        for i, score in enumerate(self.scored.scores):
+            if score is not None:
+                kinds[min(i % per_row, 2)].append(score)
+        right, empty, other = (
+            sum(scores) / len(scores) if scores else (math.nan if kind == 0 else -math.inf)
+            for kind, scores in enumerate(kinds)
+        )
+        return right, empty, other
+
+    @property
+    def prefers_references(self) -> bool:
+        """Whether they have the highest mean, by more than rounding."""
+        right, *others = self.means
+        size = max((abs(score) for score in self.scored.scores if score is not None), default=0.0)
+        return all(right > mean + _ROUNDING * size for mean in others)  # NaN is not above anything
+
+    @property
+    def ignores_rows(self) -> bool:
+        """Whether each answer has the same score for all rows that it was tried on, at least one
+        of them its own row and another's; and whether there are scores."""
+        per_row = len(self.completions) // self.num_rows
+        by_text: dict[str, list[float | None]] = {}
+        own, others = set(), set()
+        for i, (text, score) in enumerate(zip(self.completions, self.scored.scores, strict=True)):
+            by_text.setdefault(text, []).append(score)
+            (others if i % per_row else own).add(text)
+        is_scored = any(score is not None for score in self.scored.scores)
+        alike = all(_alike(scores) for scores in by_text.values())
+        return is_scored and not all(self.scored.failed) and alike and bool(own & others)
+
+    def __str__(self) -> str:
+        right, empty, other = map(_shown, self.means)
+        return f"reference {right}, empty {empty}, another row's reference {other}"
+
+
+def _judged(
+    found: _Found, call: RewardFunction, read: Sequence[str], column: str, is_alone: bool
+) -> str:
+    """A line on what the test found.
+
+    Args:
+        read: columns that the function reads and that differ between rows.
+        is_alone: no other function has a weight.
+    Raises:
+        ConfigError: a function with a weight does not prefer references though it judges rows.
+    """
+    name, rows = f"reward function {found.spec.label}", found.num_rows
+    # One that is said to check answers, and one that reads what differs, should not ignore rows.
+    if found.ignores_rows and not read and not hasattr(call, "checks_answer"):
+        if not _alike(found.scored.scores):
+            return (
+                f"{name} gives an answer the same score whatever row it is for: it is taken as a "
+                "reward of form, not tested against the references"
+            )
+        alone = (
+            ". No other function has a weight: if all answers of the policy get one score, too, "
+            "nothing is learned from it"
+        )
+        return (
+            f"{name} gives {_shown(found.means[0])} to all that it was tried on (the references of "
+            f"{rows} rows and an empty answer): the self-test cannot tell whether it works"
+            f"{alone if is_alone and found.spec.weight else ''}"
+        )
+    if found.prefers_references:
+        return f"{name} tells answers apart on {rows} rows: {found}"
+    if not found.spec.weight:
+        return f"{name}, of weight 0, does not tell answers apart on {rows} rows: {found}"
+    raise ConfigError(_complaint(found, column, read, reads_messages(call)))
+
+
+def _spread(known: Sequence[tuple[ReferenceRow, str]]) -> list[tuple[ReferenceRow, str]]:
+    """The rows to test on."""
+    firsts = list({text: (row, text) for row, text in reversed(known)}.values())[::-1]
+    chosen = {id(row) for row, _ in firsts}
+    return [*firsts, *(pair for pair in known if id(pair[0]) not in chosen)][:NUM_ROWS]
+
+
+def _alike(scores: Sequence[float | None]) -> bool:
+    """Whether all scores are the same, or none is there."""
+    known = [score for score in scores if score is not None]
+    return not known or (len(known) == len(scores) and min(known) == max(known))
+
+
 def _tried(
-    rewards: RewardFunctions, label: str, call: RewardFunction, answers: Answers
+    rewards: RewardFunctions, spec: RewardSpec, call: RewardFunction, answers: Answers
 ) -> list[str]:
     """Call a function on its first answer, so that a failure is told before models are loaded; a
     line where it gives nothing and may have caught that it gets texts.
 
     Raises:
-        ConfigError: it takes texts for lists of messages or the other way round, and so will fail
-            on all; or a server that gives no reward.
+        ConfigError: it has a weight and takes texts for lists of messages or the other way round,
+            and so will fail on all; or is a server that gives no reward.
     """
-    for found in rewards.score(answers, label) if len(answers) else ():
-        if found.failures and isinstance(call, RemoteReward):
-            raise ConfigError(
-                f"{found.describe()}. Start the server or correct the URL, and see whether "
-                "scoring.deadline_seconds is enough; --no-scoring.self-test leaves this try out."
-            )
-        for given, form in ((TEXTS_ARE_GIVEN, "texts"), (MESSAGES_ARE_GIVEN, "lists of messages")):
-            if given in found.first:
-                raise ConfigError(
-                    f"reward function {label} must take prompts and completions as {form}; got, on "
-                    f"{found.first}"
-                )
+    for found in rewards.score(answers, spec.label) if len(answers) else ():
+        if problem := _first_problem(spec.label, call, found):
+            if spec.weight:
+                raise ConfigError(problem)
+            return [problem]
         (score,) = found.scores
         if not score and not found.failures and (told := reads_messages(call)):
-            return [f"reward function {label} gives {score} for its first answer: {told}"]
+            return [f"reward function {spec.label} gives {score} for its first answer: {told}"]
     return []
+
+
+def _first_problem(label: str, call: RewardFunction, found: FunctionScores) -> str:
+    """Why a function that failed on its first answer will fail on all; "" if it may not."""
+    if found.failures and isinstance(call, RemoteReward):
+        return (
+            f"{found.describe()}. Start the server or correct the URL, and see whether "
+            "scoring.deadline_seconds is enough; --no-scoring.self-test leaves this try out."
+        )
+    for given, form in ((TEXTS_ARE_GIVEN, "texts"), (MESSAGES_ARE_GIVEN, "lists of messages")):
+        if given in found.first:
+            return (
+                f"reward function {label} must take prompts and completions as {form}; got, on "
+                f"{found.first}"
+            )
+    return ""
 
 
 def _reference(value: Any) -> str:
@@ -152,35 +265,21 @@ def _answers(
     )
 
 
-def _means(scored: FunctionScores, per_row: int) -> tuple[float, float, float]:
-    """Mean score of the references, of the empty answers and of others' references. An answer
-    without a score is left out; a mean of nothing is NaN for the references, else -inf."""
-    kinds: tuple[list[float], ...] = ([], [], [])
-    for i, score in enumerate(scored.scores):
-        if score is not None:
-            kinds[min(i % per_row, 2)].append(score)
-    right, empty, other = (
-        sum(scores) / len(scores) if scores else (math.nan if kind == 0 else -math.inf)
-        for kind, scores in enumerate(kinds)
+def _complaint(found: _Found, column: str, read: Sequence[str], form: str) -> str:
+    right, empty, other = (_shown(mean) for mean in found.means)
+    ignored = (
+        "it gives an answer the same score whatever row it is for, though it reads the column "
+        f"{read[0]}"
+        if read and found.ignores_rows
+        else ""
     )
-    return right, empty, other
-
-
-def _complaint(
-    label: str,
-    column: str,
-    means: tuple[float, float, float],
-    rows: int,
-    scored: FunctionScores,
-    form: str,
-) -> str:
-    right, empty, other = (_shown(mean) for mean in means)
-    causes = "".join(f"; {cause}" for cause in (scored.describe(), form) if cause)
+    causes = "".join(f"; {cause}" for cause in (found.scored.describe(), form, ignored) if cause)
     return (
-        f"reward function {label} must score the reference answer (column {column}) above an empty "
-        f"answer and above another row's reference; got {right}, {empty} and {other} (means over "
-        f"{rows} rows){causes}. Fix the function; give it the attribute checks_answer = False if "
-        "it does not judge right and wrong; or turn the test off with --no-scoring.self-test."
+        f"reward function {found.spec.label} must score the reference answer (column {column}) "
+        f"above an empty answer and above another row's reference; got {right}, {empty} and "
+        f"{other} (means over {found.num_rows} rows){causes}. Fix the function; give it the "
+        "attribute checks_answer = False if it does not judge right and wrong; or turn the test "
+        "off with --no-scoring.self-test."
     )
 
 

@@ -68,12 +68,37 @@ def raises(prompts: Any, completions: Any, **columns: Any) -> list[float]:
     raise ValueError("signal only works in main thread")
 
 
+def never(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    return [float(c == f"#### {a}") for c, a in zip(completions, columns["answer"], strict=True)]
+
+
+def never_named(completions: Any, answer: Any) -> list[float]:
+    return [float(f"<{a}>" in c) for c, a in zip(completions, answer, strict=True)]
+
+
+def format_and_never(completions: Any, answer: Any) -> list[float]:
+    return [bool(c) / 10 + (c == [a]) for c, a in zip(completions, answer, strict=True)]
+
+
+def backwards(completions: Any, answer: Any) -> list[float]:
+    return [float(c != a) for c, a in zip(completions, answer, strict=True)]
+
+
+def declared(completions: Any) -> list[float]:
+    return [float(len(c)) for c in completions]
+
+
+declared.checks_answer = True  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("function", "part"),
     [
-        (zero, "got 0, 0 and 0"),
-        (longer, "got 4.33, 0 and 4.33"),
-        (short, "got -4.33, 0 and -4.33"),
+        (never, "got 0, 0 and 0 .* though it reads the column answer. Fix"),
+        (never_named, "got 0, 0 and 0 .* though it reads the column answer. Fix"),
+        (format_and_never, "got 0.1, 0 and 0.1 .* though it reads the column answer. Fix"),
+        (backwards, "got 0, 1 and 1 .means over 3 rows.. Fix"),
+        (declared, "got 4.33, 0 and 4.33"),
         (nothing, "got none, none and none"),
         (raises, "failed on 12 of 12 answers .*d.jsonl:1: ValueError: signal only works"),
     ],
@@ -85,6 +110,70 @@ def test_a_reward_that_cannot_stops_the_run_with_its_scores(
         report_of(function, rows_of("aaaa", "bbbb", "ccccc"))
     assert f"reward function {function.__name__} must score the reference" in str(raised.value)
     assert "--no-scoring.self-test" in str(raised.value)
+
+
+def half(prompts: Any, completions: Any, answer: Any, **columns: Any) -> list[float]:
+    return [0.1 * len(c) for c in completions]  # tenths, whose sum depends on their order
+
+
+def within(completions: Any, most: Any) -> list[float]:
+    return [-float(len(c) > limit) for c, limit in zip(completions, most, strict=True)]
+
+
+@pytest.mark.parametrize("function", [longer, short, half])
+def test_a_reward_of_form_is_told_in_a_line_whatever_the_order_of_the_references(
+    function: Callable[..., Any],
+) -> None:
+    texts = ["a" * length for length in (1, 2, 3, 7, 6, 12, 9, 4, 5, 8, 11)]
+    for turn in range(len(texts)):
+        (line,) = report_of(function, rows_of(*texts[turn:], *texts[:turn]))
+        assert line == (
+            f"reward function {function.__name__} gives an answer the same score whatever row it "
+            "is for: it is taken as a reward of form, not tested against the references"
+        )
+
+
+def test_one_score_for_all_is_told_and_more_if_no_other_function_counts() -> None:
+    rows = [
+        ReferenceRow("q", [], {"answer": answer, "most": 9}, "d") for answer in ("aa", "b", "cc")
+    ]
+    told = (
+        "reward function {} gives 0 to all that it was tried on (the references of 3 rows and an "
+        "empty answer): the self-test cannot tell whether it works"
+    )
+    alone = report_of(zero, rows)[0]
+    assert alone == told.format("zero") + (
+        ". No other function has a weight: if all answers of the policy get one score, too, "
+        "nothing is learned from it"
+    )
+    assert told.format("within") in report_of(within, rows)[0].replace("-0", "0")
+    lines: list[str] = []
+    rewards = RewardFunctions([(zero, 0.5), (equal, 1.0)], ScoringConfig(), lines.append)
+    found = self_test(rewards, rows)
+    rewards.close()
+    assert found[0] == told.format("zero")
+    assert found[1].startswith("reward function equal tells answers apart on 3 rows")
+
+
+def test_the_same_reference_on_most_rows_does_not_make_a_comparison_one_of_form() -> None:
+    rows = rows_of(*["yes"] * 12, "no", *["yes"] * 3, "maybe")
+    assert "on 8 rows: reference 1, empty 0" in report_of(equal, rows)[0]
+
+
+def test_a_function_of_weight_0_is_never_refused() -> None:
+    calls = [never, nothing, raises, conversational, equal]
+    lines: list[str] = []
+    weighed = [(call, float(call is equal)) for call in calls]
+    rewards = RewardFunctions(weighed, ScoringConfig(), lines.append)
+    found = self_test(rewards, rows_of("a", "b"))
+    rewards.close()
+    assert "reward function conversational must take prompts and completions as texts" in found[0]
+    assert found[1:4] == [
+        f"reward function {name}, of weight 0, does not tell answers apart on 2 rows: reference "
+        f"{score}, empty {score}, another row's reference {score}"
+        for name, score in (("never", "0"), ("nothing", "none"), ("raises", "none"))
+    ]
+    assert "equal tells answers apart" in found[4]
 
 
 def test_what_judges_no_right_and_wrong_is_not_tested() -> None:

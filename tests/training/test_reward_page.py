@@ -20,18 +20,38 @@ SMALLER = (
 )
 
 
-def block(language: str) -> str:
-    """The page's first block of a language."""
-    found, *_ = re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
-    return str(found)
+FUNCTIONS = {"rewards.py": "reward", "open_r1.py": "format_reward"}
+"""The page's files, and a function in each."""
+
+
+def blocks(language: str) -> list[str]:
+    """The page's blocks of a language."""
+    found = re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+    return [str(block) for block in found]
+
+
+def command(output_dir: str) -> list[str]:
+    """The words of the page's command that writes this folder, without `tandem`."""
+    (found,) = (
+        text
+        for text in blocks("sh")
+        if f"--output-dir {output_dir} " in f"{text} ".replace("\n", " ")
+    )
+    name, *rest = shlex.split(found.replace("\\\n", " "))
+    assert name == "tandem"
+    return rest
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with the page's two files."""
-    (tmp_path / "rewards.py").write_text(block("python"), encoding="utf-8")
-    (tmp_path / "questions.jsonl").write_text(block("json"), encoding="utf-8")
+def folder(tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the page's files and a model."""
+    for name in ("rewards.py", "open_r1.py"):
+        (text,) = (b for b in blocks("python") if f"def {FUNCTIONS[name]}(" in b)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "questions.jsonl").write_text(blocks("json")[0], encoding="utf-8")
+    shutil.copytree(tiny_model, tmp_path / "my-model")
     monkeypatch.chdir(tmp_path)
+    load_reward_function.cache_clear()  # it knows another folder's files by the same names
     return tmp_path
 
 
@@ -43,12 +63,9 @@ def test_the_function_of_the_page_scores_and_leaves_unscored(folder: Path) -> No
 
 
 def test_the_command_of_the_page_trains_by_the_function_alone(
-    folder: Path, tiny_model: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(tiny_model, folder / "my-model")
-    command, *rest = shlex.split(block("sh").replace("\\\n", " "))
-    assert command == "tandem"
-    assert main([*rest, *SMALLER.split()]) == 0, capsys.readouterr().err
+    assert main([*command("runs/capitals"), *SMALLER.split()]) == 0, capsys.readouterr().err
     steps = [record["values"] for record in records(folder / "runs/capitals") if record["step"]]
     assert len(steps) == 2
     for values in steps:
@@ -56,3 +73,22 @@ def test_the_command_of_the_page_trains_by_the_function_alone(
         assert values["reward_function_score"] == pytest.approx(values["reward_before_penalty"])
         assert "reward_model_score" not in values
     assert (folder / "runs/capitals/ppo/actor/config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("output_dir", "section", "told"),
+    [
+        ("runs/several", "ppo", "gsm8k, of weight 0, does not tell answers apart on 3 rows"),
+        ("runs/both", "grpo", "format_reward gives 0 to all that it was tried on"),
+    ],
+)
+def test_the_commands_with_several_functions_run(
+    folder: Path, output_dir: str, section: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    smaller = SMALLER.replace("ppo", section).replace("-steps 2", "-steps 1").split()
+    code = main([*command(output_dir), *smaller])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    assert f"reward function {told}" in printed.out + printed.err
+    values = records(folder / output_dir)[-1]["values"]
+    assert "reward_mean/length" in values
