@@ -1,4 +1,4 @@
-"""A tool to learn to use: products of numbers, which a small model cannot do in its head.
+r"""A tool to learn to use: products of numbers, which a small model cannot do in its head.
 
     python examples/calculator.py dialogs.jsonl questions.jsonl
     tandem sft --actor-model MODEL --data dialogs.jsonl --output-dir runs/sft
@@ -11,10 +11,10 @@ numbers, and guesses otherwise; questions.jsonl has questions with their answers
 what came of it.
 """
 
+import argparse
 import json
 import random
 import re
-import sys
 
 
 def multiply(a: int, b: int) -> int:
@@ -68,4 +68,9 @@ def main(dialogs, questions):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("dialogs", help="file to write, to begin with")
+    parser.add_argument("questions", help="file to write, to learn from")
+    main(**vars(parser.parse_args()))

@@ -34,6 +34,6 @@ def main(model: str, num_steps: int = 20, output: str = "runs/custom") -> list[f
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
+    if not sys.argv[1:] or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
     main(sys.argv[1], *map(int, sys.argv[2:3]))

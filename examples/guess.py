@@ -1,4 +1,4 @@
-"""A game to learn over several turns: guess a number, and hear "Higher." or "Lower.".
+r"""A game to learn over several turns: guess a number, and hear "Higher." or "Lower.".
 
     python examples/guess.py games.jsonl numbers.jsonl
     tandem sft --actor-model MODEL --data games.jsonl --output-dir runs/sft
@@ -10,10 +10,10 @@ games.jsonl has games of somebody who knows the rules and guesses badly, to begi
 numbers.jsonl the numbers to guess. docs/environments.md says what came of it.
 """
 
+import argparse
 import json
 import random
 import re
-import sys
 
 QUESTION = "Guess my number, from 1 to 15."
 
@@ -67,4 +67,9 @@ def main(games, numbers):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("games", help="file to write, to begin with")
+    parser.add_argument("numbers", help="file to write, to learn from")
+    main(**vars(parser.parse_args()))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +71,19 @@ def test_scores_count_guesses() -> None:
     new = [says(7), says(3, 5, 7), says(3, 5), [{"role": "assistant", "content": "7"}]]
     scores = named("reward")(completions=[""] * 4, new_messages=new, number=[7, 7, 7, 7])
     assert scores == pytest.approx([1.0, 0.8, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("name", ["guess", "calculator"])
+def test_examples_say_what_they_need(name: str) -> None:
+    def run(*words: str) -> tuple[int, str]:
+        command = [sys.executable, str(EXAMPLE.with_name(f"{name}.py")), *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    code, page = run("--help")
+    assert code == 0
+    assert f"python examples/{name}.py" in page
+    assert "begin with" in page
+    code, told = run()
+    assert code == 2
+    assert "the following arguments are required" in told
