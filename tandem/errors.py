@@ -6,6 +6,7 @@
       ModelError       a model, tokenizer or adapter that cannot be used
       ShapeError       tensors that disagree                      (also ValueError)
       GenerationError  a rollout that cannot be made
+        FullError      a conversation that leaves no room for an answer
       NumericsError    a number that is not what it must be: the run stops
         BadStepError   in one step, before it changed anything: that step is skipped
       OutOfMemoryError        a computation does not fit into memory
@@ -46,6 +47,10 @@ class ShapeError(TandemError, ValueError):
 
 class GenerationError(TandemError):
     """A rollout cannot be made as asked."""
+
+
+class FullError(GenerationError):
+    """A conversation leaves no room for an answer; the message ends in what to do about it."""
 
 
 class NumericsError(TandemError):

@@ -11,7 +11,7 @@ from types import TracebackType
 from transformers import PreTrainedModel
 
 from tandem.config.schema import SamplingConfig
-from tandem.errors import GenerationError, NumericsError
+from tandem.errors import FullError, GenerationError, NumericsError
 from tandem.generation import hf_generate
 from tandem.generation.blocks import affordable_blocks, blocks_for
 from tandem.generation.collected import not_a_number
@@ -383,7 +383,7 @@ def _budget(
     limits = [limit for limit in (max_positions(model), max_tokens) if limit is not None]
     budget = min([sampling.max_new_tokens, *(limit - len(prompt_ids) for limit in limits)])
     if not prompt_ids or budget < 1:
-        raise GenerationError(
+        raise FullError(
             f"the conversation must leave room for an answer in {min(limits, default=None)} "
             f"positions; it has {len(prompt_ids)} tokens. Shorten it, or start a new one."
         )

@@ -21,7 +21,7 @@ from tandem.config.spellings import listed
 from tandem.data.own_template import put_template, read_template, with_kept_template
 from tandem.data.render import Renderer
 from tandem.data.turns import turns_in
-from tandem.errors import ConfigError, ModelError, TandemError
+from tandem.errors import ConfigError, FullError, ModelError, TandemError
 from tandem.generation.detokenizer import AnswerText
 from tandem.generation.generator import max_positions
 from tandem.generation.laying_out import lay_out_model
@@ -275,8 +275,19 @@ def _print_line(talk: Conversation, write: Callable[[str], None]) -> None:
         what = "the tools' results leave no room" if talk.turns[-1].role == "tool" else ""
         _take_back(talk)
         start = "" if label else "\n"
-        told = ": ".join(filter(None, ("not answered", what, visible(str(error)))))
+        told = ": ".join(filter(None, ("not answered", what, visible(_advised(error, talk)))))
         write(f"{start}{told}\n")
+
+
+def _advised(error: TandemError, talk: Conversation) -> str:
+    """An error's text; where the conversation is full, with the commands that make room."""
+    ways = {
+        "/undo removes the last message and its answer, /clear all of them": talk.turns,
+        "/system shortens the system prompt": talk.system,
+    }
+    known = ", ".join(way for way, helps in ways.items() if helps)
+    is_full = isinstance(error, FullError) and known
+    return f"{str(error).rstrip('.')}: {known}." if is_full else str(error)
 
 
 def _take_back(talk: Conversation) -> None:

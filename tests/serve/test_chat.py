@@ -126,6 +126,12 @@ def test_a_conversation_that_outgrows_the_model_says_so_and_goes_on(model: str) 
     out = talk(model, "word " * 400, "hello")
     assert "\nnot answered: the conversation must leave room for an answer" in out
     assert out.count("assistant> ") == 1  # what is no answer does not look like one
+    assert "Shorten it, or start a new one.\n" in out, "there is nothing to undo"
+    out = talk(model, "hello", "word " * 400, "/clear", "/system be " + "good " * 400, "hello")
+    undo = "/undo removes the last message and its answer, /clear all of them"
+    told = [line for line in out.splitlines() if line.startswith("not answered")]
+    assert told[0].endswith(f"Shorten it, or start a new one: {undo}.")
+    assert told[1].endswith("or start a new one: /system shortens the system prompt.")
 
 
 def test_a_line_that_cannot_be_answered_does_not_end_the_talk(model: str) -> None:
