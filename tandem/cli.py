@@ -291,17 +291,19 @@ def _elsewhere(home: str, args: list[str]) -> int:
 
 
 def _eval(args: list[str]) -> int:
-    parser = _run_parser("eval", "[--prompts N] [--best-of N]", " --prompts 100")
+    parser = _run_parser("eval", "[--prompts N] [--best-of N] [--base MODEL]", " --prompts 100")
     about = "Held-out prompts to answer. With it, evaluation.json and the report stay as they are."
     parser.flag("--prompts N", about, 0, shown="the run's ppo.eval_prompts")
     about = "Also the best of n = 1, 2, 4 ... N samples per prompt by the reward, against its KL."
     parser.flag("--best-of N", about, 0, shown="none")
+    about = "Where the run's base model is, if it was moved."
+    parser.flag("--base MODEL", about, shown="recorded", type=home_path)
     options = parser.parse_args(args)
     if options.prompts < 0:
         raise ConfigError(f"--prompts must be >= 0; got {options.prompts}.")
     from tandem.training.eval_command import evaluate_run
 
-    evaluate_run(options.run, options.prompts, options.best_of)
+    evaluate_run(options.run, options.prompts, options.best_of, base=options.base)
     return 0
 
 
@@ -346,12 +348,20 @@ def _export(debug: bool, args: list[str]) -> int:
 
 
 def _report(args: list[str]) -> int:
-    options = _run_parser("report").parse_args(args)
+    parser = _run_parser("report", "[--output FILE]")
+    parser.flag("--output FILE", "Where to write it.", shown="RUN/report.html", type=home_path)
+    options = parser.parse_args(args)
     if not os.path.exists(os.path.join(options.run, "config.yaml")):
         raise ConfigError(f"{options.run} must be a run's folder (with config.yaml); it is not.")
-    from tandem.metrics.report import write_report
+    from tandem.metrics.report import REPORT_FILE, write_report
 
-    print(write_report(options.run))
+    try:
+        print(write_report(options.run, options.output))
+    except OSError as error:
+        raise ConfigError(
+            f"{options.output or os.path.join(options.run, REPORT_FILE)} must be a file that can "
+            f"be written; got: {error.strerror}. Write it elsewhere by --output FILE."
+        ) from None
     return 0
 
 

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -50,13 +50,15 @@ def replace(path: Path, content: bytes) -> None:
         OSError: the disk refuses; the old file is kept.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.unlink(missing_ok=True)
-        write_new(aside, content)
-        os.replace(aside, path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
+    with named(path):  # not by the name that nobody has chosen
+        try:
+            aside.unlink(missing_ok=True)
+            write_new(aside, content)
+            os.replace(aside, path)
+        except OSError:
+            with suppress(OSError):  # a read-only file system refuses this, too
+                aside.unlink(missing_ok=True)
+            raise
     sync(path.parent)
 
 

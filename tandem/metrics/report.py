@@ -31,8 +31,8 @@ _MAX_SAMPLES = 8
 _MAX_ALARMS = 40
 
 
-def write_report(run_dir: Path | str) -> Path:
-    """Write <run_dir>/report.html from the folder's files; returns its path.
+def write_report(run_dir: Path | str, output: Path | str = "") -> Path:
+    """Write <run_dir>/report.html, or `output`, from the folder's files; returns its path.
 
     All text from data, models and config is escaped, control characters included, and the page's
     Content-Security-Policy allows only its own style sheet.
@@ -41,7 +41,7 @@ def write_report(run_dir: Path | str) -> Path:
         CheckpointError: if there is no such folder.
     """
     folder = read_folder(run_dir)
-    path = folder.path / REPORT_FILE
+    path = Path(output) if output else folder.path / REPORT_FILE
     replace_file(path, render(folder).encode("utf-8"))
     return path
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tandem.config.load import load_config
+from tandem.config.recorded import with_found_models
 from tandem.config.stages import stage_of
 from tandem.predict.constants import constants
 from tandem.predict.hardware import Hardware
@@ -33,7 +34,7 @@ def predict_again(folder: Path, hardware: Hardware) -> None:
 
 
 def _prediction(folder: Path, whole: Outcome, hardware: Hardware) -> StagePrediction:
-    config = load_config(folder / "config.yaml")
+    config = with_found_models(load_config(folder / "config.yaml"), folder)
     policy = config_of(config.actor_model or config.reward_model)
     value = config_of(config.reward_model) if config.reward_model else policy
     reference = config_of(config.reference_model) if config.reference_model else None

@@ -134,7 +134,8 @@ class _Found:
         of them its own row and another's; and whether there are scores."""
         per_row = len(self.completions) // self.num_rows
         by_text: dict[str, list[float | None]] = {}
-        own, others = set(), set()
+        own: set[str] = set()
+        others: set[str] = set()
         for i, (text, score) in enumerate(zip(self.completions, self.scored.scores, strict=True)):
             by_text.setdefault(text, []).append(score)
             (others if i % per_row else own).add(text)

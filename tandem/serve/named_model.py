@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 from tandem.config.load import load_config
+from tandem.config.recorded import base_gone, found_model, is_gone
 from tandem.config.schema import rl_section
 from tandem.config.spellings import listed
 from tandem.config.stages import latest_first, policy_folders
@@ -19,7 +20,7 @@ def find_model(path: str, which: str) -> str:
     stage (`ema`, its moving average, only on request).
 
     Raises:
-        ModelError: a run's folder without such a model.
+        ModelError: a run's folder without such a model, or whose base is gone.
     """
     folder = Path(path)
     if not _is_run(folder):
@@ -30,7 +31,12 @@ def find_model(path: str, which: str) -> str:
             )
         return path
     if which == "base":
-        return load_config(folder / "config.yaml").actor_model
+        named = load_config(folder / "config.yaml").actor_model
+        base = found_model(named, folder, "actor_model")
+        if is_gone(base):
+            told = base_gone(visible(path), base)
+            raise ModelError(f"{told}. Talk to it where it is now: tandem chat FOLDER.")
+        return base
     models = models_of(path)
     if which in models or (models and not which):
         return models[which] if which else next(iter(models.values()))

@@ -71,7 +71,15 @@ def describe(service: Service) -> list[str]:
     )
     votes = service.votes_file
     lines.append(f"votes:  {votes}" if votes else "votes:  refused without --votes FILE")
+    lines += _gone(service)
     return [visible(line) for line in lines + _unfinished(service) + _short_judges(service)]
+
+
+def _gone(service: Service) -> list[str]:
+    """A line if the run's base is not there."""
+    where = service.offer.gone
+    line = f"warning: the run's base model is not at {where}: it is not offered, and there is no "
+    return [f"{line}kl to it (--base MODEL says where it is)"] if where else []
 
 
 def _unfinished(service: Service) -> list[str]:

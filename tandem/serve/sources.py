@@ -13,6 +13,7 @@ from typing import Any
 from tandem.checkpoint.layout import read_layout
 from tandem.checkpoint.state import LATEST, number_of, numbered
 from tandem.config.load import load_config
+from tandem.config.recorded import base_gone, found_model, is_gone
 from tandem.config.schema import RunConfig
 from tandem.config.stages import STAGES, Stage, in_order, policy_folders, sources
 from tandem.data.own_template import with_kept_template
@@ -60,6 +61,7 @@ class Offer:
     models: the policies by name, in the order of training. preferred: the one that answers where
     a request names none. reward_model, critic: what scores answers, None without.
     run: the run's folder; None for a model's folder or a hub name. config: the run's.
+    gone: where the run's base was, if it is there no more and so not offered.
     """
 
     models: dict[str, ModelSource]
@@ -68,6 +70,7 @@ class Offer:
     critic: ModelSource | None = None
     run: Path | None = None
     config: RunConfig | None = None
+    gone: str = ""
 
 
 def offer_of(path: str, *, base: str = "") -> Offer:
@@ -122,8 +125,15 @@ def _refuse_misspelled(path: str, folder: Path) -> None:
 def _offer_of_run(run: Path, base: str) -> Offer:
     config = with_kept_template(load_config(run / "config.yaml"), run)
     models: dict[str, ModelSource] = {}
-    if start := base or config.actor_model:
-        models[BASE] = ModelSource(BASE, _found(start, run))
+    start = base or found_model(config.actor_model, run, "actor_model")
+    gone = start if is_gone(start) else ""
+    if base and gone:
+        raise ModelError(
+            f"--base must be a model's folder or a hub name; got {visible(base)}, and there is no "
+            "such folder. Give its folder."
+        )
+    if start and not gone:
+        models[BASE] = ModelSource(BASE, start)
     for label, place in policy_folders().items():
         if _holds_model(run / place):
             moved = _moved_base(str(run / place), run, base)
@@ -132,6 +142,10 @@ def _offer_of_run(run: Path, base: str) -> Offer:
     models = {n: replace(source, **_facts(n, models, config)) for n, source in models.items()}
     finished = [name for name in models if name != BASE]
     if not models:
+        if gone:
+            raise ModelError(
+                f"{visible(base_gone(run, gone))}, and no stage is finished. Give --base MODEL."
+            )
         raise ModelError(
             f"{visible(str(run))} must have a base model or a finished stage; got none. Run the "
             "same tandem train command again, or give --base MODEL."
@@ -143,6 +157,7 @@ def _offer_of_run(run: Path, base: str) -> Offer:
         _critic(run, base),
         run,
         config,
+        gone,
     )
 
 
@@ -230,7 +245,7 @@ def _reward_model(run: Path, config: RunConfig, base: str) -> ModelSource | None
             moved = _moved_base(folder, run, base)
             return ModelSource(stage.name, folder, moved, stage=stage.name)
     if config.reward_model:
-        return ModelSource("reward", _found(config.reward_model, run))
+        return ModelSource("reward", found_model(config.reward_model, run, "reward_model"))
     return None
 
 
@@ -241,17 +256,6 @@ def _critic(run: Path, base: str) -> ModelSource | None:
         if _holds_model(folder):
             return ModelSource("critic", str(folder), _moved_base(str(folder), run, base))
     return None
-
-
-def _found(recorded: str, run: Path) -> str:
-    """A model that a run recorded: where it was, or, if it moved with the run, beside or in it."""
-    if Path(recorded).expanduser().is_dir():
-        return recorded
-    name = Path(recorded).name
-    for place in (run / name, run.parent / name):
-        if name and _holds_model(place):
-            return str(place)
-    return recorded
 
 
 def _moved_base(folder: str, run: Path, base: str) -> str:
@@ -265,11 +269,11 @@ def _moved_base(folder: str, run: Path, base: str) -> str:
     recorded = str(adapter.get("base_model_name_or_path") or "")
     try:
         if Path(recorded).expanduser().is_absolute() and not Path(recorded).is_dir():
-            found = _found(recorded, run)
+            found = found_model(recorded, run, "")
             return "" if found == recorded else found
         adapter_base(source, adapter)
     except TandemError:
-        found = _found(recorded, run)
+        found = found_model(recorded, run, "")
         return "" if found == recorded else found
     return ""
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tandem.config.recorded import base_gone, is_gone, with_found
 from tandem.config.schema import rl_section
 from tandem.config.stages import rl_stage
+from tandem.errors import CheckpointError, ModelError
 from tandem.metrics.folder import EVALUATION_FILE
 from tandem.metrics.names import metric_or_unknown, title_of
-from tandem.metrics.report import write_report
+from tandem.metrics.report import REPORT_FILE, write_report
 from tandem.metrics.text import with_unit
 from tandem.text import visible, visible_lines
 from tandem.training.best_of_n import frontier_table, measure_best_of
@@ -26,32 +29,56 @@ from tandem.training.run_stages import tokenizer_sources
 from tandem.training.stage_data import prepare_rows
 
 
-def evaluate_run(path: str, num_prompts: int, best_of: int = 0) -> dict[str, Any]:
+def evaluate_run(
+    path: str, num_prompts: int, best_of: int = 0, *, base: str = ""
+) -> dict[str, Any]:
     """Evaluate a run's models again and print the results.
 
     Args:
         num_prompts: held-out prompts to answer, without writing anything; 0: the run's own number,
             and evaluation.json and the report are updated.
         best_of: samples per prompt for the best-of-n frontier; 0: no frontier.
+        base: where the run's base model is, if it was moved.
     Raises:
-        CheckpointError: `path` is not a run's folder.
+        CheckpointError: `path` is not a run's folder, or the figures, which have been printed,
+            cannot be written.
+        ModelError: the run's base model is gone.
     """
-    config = config_of_run(path)
+    config = with_found(config_of_run(path), Path(path))
+    config = replace(config, actor_model=base or config.actor_model)
+    if is_gone(config.actor_model) and not base:
+        told = base_gone(visible(path), config.actor_model)
+        raise ModelError(f"{told}. Say where it is now: --base MODEL.")
     if num_prompts:
         section: Any = replace(rl_section(config), eval_prompts=num_prompts)
         config = replace(config, **{rl_stage(config.stages).section: section})
     run = Run(config)
     rows = prepare_rows(config, *tokenizer_sources(run))
     run.note_data(rows)
-    evaluation = compare(run, rows, save=not num_prompts)
+    evaluation = compare(run, rows, save=False)
     if best_of:
         evaluation["best_of_n"] = measure_best_of(run, rows, best_of)
-        if not num_prompts:
-            run.write_json(EVALUATION_FILE, evaluation)
     show_comparison(evaluation)
     if not num_prompts:
-        print(f"report: {write_report(path)}")
+        _write(run, evaluation)
     return evaluation
+
+
+def _write(run: Run, evaluation: Mapping[str, Any]) -> None:
+    """Write evaluation.json and the report.
+
+    Raises:
+        CheckpointError: they cannot be.
+    """
+    try:
+        run.write_json(EVALUATION_FILE, evaluation)
+        print(f"report: {write_report(run.path)}")
+    except OSError as error:
+        raise CheckpointError(
+            f"the figures above must be written to {run.path / EVALUATION_FILE} and {REPORT_FILE}; "
+            f"got: {error.strerror}. Make the folder writable, or give --prompts N, which writes "
+            "nothing."
+        ) from None
 
 
 def show_comparison(evaluation: Mapping[str, Any], console: Console | None = None) -> None:

@@ -32,6 +32,7 @@ from tandem.checkpoint.state import (
 )
 from tandem.config.engine import EngineSettings, engine_settings
 from tandem.config.load import dump_config
+from tandem.config.recorded import ENVIRONMENT_FILE, places
 from tandem.config.schema import RunConfig
 from tandem.config.stages import Leaves, sources, stage_names, stage_of
 from tandem.devices import ask_for_determinism, resolve_device
@@ -147,7 +148,7 @@ class Run:
             keep_template(self.config)
             if self.world.is_first:
                 replace_file(self.path / "config.yaml", dump_config(self.config).encode())
-                self.write_json("environment.json", environment())
+                self.write_json(ENVIRONMENT_FILE, {**environment(), **places(self.config)})
             for stage in self.config.stages:  # the run may have been killed before it removed them
                 if (self.folder(stage) / MANIFEST).exists():
                     shutil.rmtree(self.checkpoints(stage), ignore_errors=True)

@@ -17,6 +17,7 @@ from tandem.config.conversations import CONVERSATION_KNOBS
 from tandem.config.flags import Reader, parse_run_flags
 from tandem.config.load import build, config_knobs, knob_value, load_config, set_knob
 from tandem.config.pages import Parser, home_path, paragraph
+from tandem.config.recorded import base_gone, is_gone, with_found_models
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.spellings import listed
 from tandem.config.stages import (
@@ -119,7 +120,8 @@ def _run_of(path: str) -> RunConfig | None:
     folder = Path(path)
     if not (folder / "config.yaml").is_file():
         return None
-    return with_kept_template(load_config(folder / "config.yaml"), folder)
+    config = with_kept_template(load_config(folder / "config.yaml"), folder)
+    return with_found_models(config, folder)
 
 
 def _policy_of(path: str, run: RunConfig | None, which: str) -> str:
@@ -134,6 +136,9 @@ def _policy_of(path: str, run: RunConfig | None, which: str) -> str:
     folders = {name: Path(path) / folder for name, folder in policy_folders().items()}
     there = [name for name in latest_first() if _holds_model(folders[name])]
     if which == "base":
+        if is_gone(run.actor_model):
+            told = base_gone(visible(path), run.actor_model)
+            raise ModelError(f"{told}. Give its folder in place of the run's.")
         return run.actor_model
     if which and which not in there:
         has = listed([*there, "base"])

@@ -163,7 +163,7 @@ def test_the_same_reference_on_most_rows_does_not_make_a_comparison_one_of_form(
 def test_a_function_of_weight_0_is_never_refused() -> None:
     calls = [never, nothing, raises, conversational, equal]
     lines: list[str] = []
-    weighed = [(call, float(call is equal)) for call in calls]
+    weighed: list[Any] = [(call, float(call is equal)) for call in calls]
     rewards = RewardFunctions(weighed, ScoringConfig(), lines.append)
     found = self_test(rewards, rows_of("a", "b"))
     rewards.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,13 @@ import torch
 
 from tandem.checkpoint.saver import Saver
 from tandem.checkpoint.state import State
+from tandem.config.load import dump_config, load_config
+from tandem.config.recorded import places
 from tandem.errors import ModelError, TandemError
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.models.save import save_adapter
 from tandem.serve.loading import LoadSettings, load_policy
+from tandem.serve.named_model import find_model
 from tandem.serve.place import Place
 from tandem.serve.server import describe
 from tandem.serve.sources import offer_of
@@ -139,3 +144,36 @@ def test_a_run_that_trains_is_served_and_followed(run: Path) -> None:
         assert client.post(CHAT, json=body).json()["choices"] == followed
         save(6, 1.0)
         assert client.post(CHAT, json=body).json()["choices"] == followed
+
+
+def test_a_base_is_found_where_it_was_and_not_offered_where_it_is_gone(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    base = Path(shutil.copytree(offer_of(str(run)).models["base"].path, home / "my-model"))
+    monkeypatch.chdir(home)
+    config = replace(load_config(run / "config.yaml"), actor_model="my-model")
+    (run / "config.yaml").write_text(dump_config(config))
+    (run / "environment.json").write_text(json.dumps(places(config)))
+    assert offer_of(str(run)).models["base"].path == "my-model"
+    monkeypatch.chdir(tmp_path)
+    assert offer_of(str(run)).models["base"].path == find_model(str(run), "base") == str(base)
+    base.rename(home / "renamed")
+    offer = offer_of(str(run))
+    assert list(offer.models) == ["sft", "ppo", "ema"]
+    assert [offer.models[name].reference for name in offer.models] == ["", "sft", "sft"]
+    with serving(run) as client:
+        (line,) = [line for line in describe(client.service) if "base model" in line]  # type: ignore[attr-defined]
+    assert line == (
+        f"warning: the run's base model is not at {base}: it is not offered, and there is no kl to "
+        "it (--base MODEL says where it is)"
+    )
+    with pytest.raises(ModelError, match=f"the base model of {run} must be .* got '{base}'"):
+        find_model(str(run), "base")
+    with pytest.raises(ModelError, match="--base must be a model's folder or a hub name"):
+        offer_of(str(run), base=str(base))
+    assert "base" in offer_of(str(run), base=str(home / "renamed")).models
+    for stage in ("sft", "ppo"):
+        shutil.rmtree(run / stage)
+    with pytest.raises(ModelError, match="and no stage is finished"):
+        offer_of(str(run))

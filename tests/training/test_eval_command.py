@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 from io import StringIO
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from tandem.cli import main
+from tandem.errors import ModelError
 from tandem.metrics.names import title_of
 from tandem.training.eval_command import evaluate_run, figures_table
 from tests.tiny import tiny_config, tiny_tokenizer
@@ -47,3 +51,68 @@ def test_an_evaluation_by_hand_is_the_run_s_own_whatever_its_template_is_called(
     evaluate_run(config.output_dir, 0)
     capsys.readouterr()
     assert json.loads(file.read_text())["made_from"] == before, "it need not be made again"
+
+
+def test_a_run_is_evaluated_from_any_folder_and_its_base_may_have_moved(
+    tmp_path: Path,
+    tiny_model: str,
+    preferences: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    home, path = tmp_path / "home", str(tmp_path / "run")
+    base = Path(shutil.copytree(tiny_model, home / "my-model"))
+    shutil.copy(preferences, home / "rows.jsonl")
+    monkeypatch.chdir(home)
+    ran(tiny_config(tmp_path / "run", "my-model", "rows.jsonl", stages=["sft"]))
+    models = evaluate_run(path, 0)["models"]
+    monkeypatch.chdir(tmp_path)
+    assert evaluate_run(path, 0)["models"] == models
+    base.rename(home / "renamed")
+    with pytest.raises(ModelError, match=f"base model of {path} .* '{base}', .* --base MODEL"):
+        evaluate_run(path, 0)
+    capsys.readouterr()
+    assert main(["eval", path, "--base", "home/renamed", "--prompts", "2"]) == 0
+    assert "base" in capsys.readouterr().out
+    (home / "renamed").rename(base)
+    monkeypatch.chdir(home)
+    lines: list[str] = []
+    monkeypatch.setattr("tandem.training.run_stages.compare", None)
+    ran(tiny_config(tmp_path / "run", "my-model", "rows.jsonl", stages=["sft"]), lines=lines)
+    assert "sft: finished before" in "".join(lines), "and nothing is compared anew"
+
+
+def test_figures_that_cannot_be_written_are_shown_all_the_same(
+    tmp_path: Path,
+    tiny_model: str,
+    preferences: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = ran(tiny_config(tmp_path / "run", tiny_model, preferences, stages=["sft"]))
+    before = (folder / "evaluation.json").read_bytes()
+
+    def refuse(path: Path, content: bytes) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr("tandem.training.run_folder.replace_file", refuse)
+    monkeypatch.setattr("tandem.metrics.report.replace_file", refuse)
+    capsys.readouterr()
+    assert main(["eval", str(folder)]) == 2
+    told = capsys.readouterr()
+    assert "Held-out perplexity" in told.out
+    assert told.err.splitlines()[-1] == (
+        f"tandem: the figures above must be written to {folder}/evaluation.json and report.html; "
+        "got: Read-only file system. Make the folder writable, or give --prompts N, which writes "
+        "nothing."
+    )
+    assert (folder / "evaluation.json").read_bytes() == before
+    assert main(["report", str(folder)]) == 2
+    assert capsys.readouterr().err == (
+        f"tandem: {folder}/report.html must be a file that can be written; got: Read-only file "
+        "system. Write it elsewhere by --output FILE.\n"
+    )
+    monkeypatch.undo()
+    assert main(["report", str(folder), "--output", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/page.html\n"
+    assert (tmp_path / "page.html").read_bytes() == (folder / "report.html").read_bytes()
