@@ -20,9 +20,9 @@ import yaml
 from tandem.config.knob import UNSET
 from tandem.config.nearest import advice
 from tandem.config.rules import rule_problems
-from tandem.config.schema import RunConfig
+from tandem.config.schema import RunConfig, rl_section
 from tandem.config.spellings import conversion, knob_meant, note_of, with_dotted_verl
-from tandem.config.stages import defaults_of, stage_names
+from tandem.config.stages import defaults_of, of_family, rl_stage, stage_names
 from tandem.config.yaml_file import read_file
 from tandem.errors import ConfigError
 
@@ -102,6 +102,11 @@ def build(values: Any, section: str = "") -> tuple[RunConfig, list[str]]:
         if last not in _mapping(values, section):
             changed = dataclasses.replace(getattr(config, section), **{last: value})
             config = dataclasses.replace(config, **{section: changed})
+    if "minibatch_size" not in _mapping(values, section := rl_stage(config.stages).section):
+        rl = rl_section(config)
+        answers = rl.prompts_per_step * config.sampling.samples_per_prompt
+        rl = dataclasses.replace(rl, minibatch_size=min(rl.minibatch_size, max(1, answers)))
+        config = dataclasses.replace(config, **{section: rl})
     return config, problems
 
 
@@ -127,14 +132,15 @@ def with_our_names(values: Any, section: str = "") -> tuple[Any, list[str], list
 
 
 def without_presets(values: dict[str, Any], given: Any) -> dict[str, Any]:
-    """Nested values without the knobs that a preset or a stage's defaults have set, so that later
-    values of `algorithm` and `stages` set them; in place.
+    """Nested values without the knobs that a preset, a stage's defaults or a rollout's size have
+    set, so that later values of `algorithm`, `stages` and the size set them; in place.
 
     Args:
         given: the nested values that they were built from; what is in these stays.
     """
     preset = {name for name, knob in config_knobs() if knob.default is UNSET}
-    for name in preset | defaults_of(stage_names()).keys():
+    sizes = {f"{stage.section}.minibatch_size" for stage in of_family(stage_names(), "rl")}
+    for name in preset | defaults_of(stage_names()).keys() | sizes:
         section, _, last = name.rpartition(".")
         if last not in _mapping(given, section):
             _mapping(values, section).pop(last, None)

@@ -268,7 +268,7 @@ class GRPOConfig(RLConfig, CriticFreeConfig):
     prompts_per_step: int = knob(32, ge=1, common=("rl",))
     epochs: int = knob(1, ge=1, common=("rl",))
     minibatch_size: int = knob(64, ge=1, common=("rl",))
-    """Answers per optimizer step."""
+    """Answers per optimizer step; by default at most the rollout's."""
     kl_coef: float = knob(UNSET, ge=0, common=RL)
     """Weight of the KL penalty against the reference; only read if kl is not none."""
     missing_eos_penalty: float = knob(0.0, ge=0)

@@ -266,7 +266,7 @@ def test_a_stages_help_says_what_a_default_of_0_stands_for() -> None:
     }
     assert "0: the value of the loss's paper (simpo 2, the others 0.1). [0]" in shown["dpo"]
     assert "0: an eighth of the rollout's" in shown["ppo"]
-    assert "Answers per optimizer step. [64]" in shown["grpo"]
+    assert "Answers per optimizer step; by default at most the rollout's. [64]" in shown["grpo"]
     assert "Empty: the run's SFT model. [none]" in shown["reward"]
 
 

@@ -11,7 +11,7 @@ import tandem
 from tandem.cli import main
 from tandem.config import stages
 from tandem.config.flags import help_page, parse_run_flags
-from tandem.config.load import build_config, check_config
+from tandem.config.load import build_config, check_config, dump_config
 from tandem.config.schema import RunConfig
 from tandem.config.stages import STAGES, Policy, Stage, stage_of
 from tandem.errors import ConfigError
@@ -180,6 +180,34 @@ def test_a_stage_can_change_defaults_of_shared_knobs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"grpo.baseline is group-mean.*got 1\. Give"):
         parse_run_flags(["--sampling.samples-per-prompt", "1"], "grpo")
     assert "[8]" in help_page("grpo", "", everything=False).split("--sampling.samples")[1]
+
+
+def test_a_minibatch_that_was_not_set_is_at_most_the_rollout(tmp_path: Path) -> None:
+    def size(flags: str, command: str = "grpo") -> int:
+        return parse_run_flags(flags.split(), command).grpo.minibatch_size
+
+    assert size("") == size("", "ppo") == 64
+    assert size("--grpo.prompts-per-step 4") == 32
+    assert size("--grpo.prompts-per-step 4 --stages sft grpo", "train") == 32
+    assert size("--sampling.samples-per-prompt 2 --grpo.prompts-per-step 3") == 6
+    assert size("--grpo.prompts-per-step 4 --grpo.minibatch-size 8") == 8
+    assert parse_run_flags(["--ppo.prompts-per-step", "4"], "ppo").ppo.minibatch_size == 0
+    with pytest.raises(ConfigError, match=r"must be at most .*\(32\); got 64. Give"):
+        size("--grpo.prompts-per-step 4 --grpo.minibatch-size 64")
+    with pytest.raises(ConfigError, match=r"grpo\.prompts_per_step must be >= 1; got 0"):
+        size("--grpo.prompts-per-step 0")
+    small = tmp_path / "run.yaml"
+    small.write_text("stages: [grpo]\ngrpo: {prompts_per_step: 4}\n", "utf-8")
+    assert size(f"--config {small}") == 32
+    assert size(f"--config {small} --grpo.prompts-per-step 8") == 64, "it follows flags, too"
+    small.write_text(
+        dump_config(build_config({"stages": ["grpo"], "grpo": {"prompts_per_step": 4}}))
+    )
+    assert "minibatch_size: 32" in small.read_text("utf-8")
+    assert size(f"--config {small}") == 32
+    small.write_text("grpo: {minibatch_size: 64, prompts_per_step: 4}\n", "utf-8")
+    with pytest.raises(ConfigError, match=r"must be at most .*\(32\); got 64. Give"):
+        size(f"--config {small}")
 
 
 @pytest.mark.parametrize(
