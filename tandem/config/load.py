@@ -105,8 +105,9 @@ def build(values: Any, section: str = "") -> tuple[RunConfig, list[str]]:
     if "minibatch_size" not in _mapping(values, section := rl_stage(config.stages).section):
         rl = rl_section(config)
         answers = rl.prompts_per_step * config.sampling.samples_per_prompt
-        rl = dataclasses.replace(rl, minibatch_size=min(rl.minibatch_size, max(1, answers)))
-        config = dataclasses.replace(config, **{section: rl})
+        size = min(rl.minibatch_size, max(1, answers))
+        changed = dataclasses.replace(rl, minibatch_size=size)
+        config = dataclasses.replace(config, **{section: changed})  # type: ignore[arg-type]
     return config, problems
 
 

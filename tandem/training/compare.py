@@ -46,7 +46,6 @@ _MEASURING = (
     *("sampling.", "scoring.", "sft.loss_on"),
 )
 """Prefixes of the names of the knobs that a comparison depends on, besides the RL stage's."""
-_NAMED = ("actor_model", "reward_model", "data")
 
 
 def policies(run: Run) -> Iterator[tuple[str, str]]:
@@ -64,17 +63,9 @@ def is_compared(run: Run) -> bool:
     try:
         evaluation = json.loads((run.path / EVALUATION_FILE).read_text(encoding="utf-8"))
         known = evaluation["made_from"]
-        dict(known["knobs"])
     except (OSError, ValueError, KeyError, TypeError):
         known = None
-    is_same = known is not None and _without_names(known) == _without_names(_made_from(run))
-    return bool(run.world.all_gather_object(is_same)[0])
-
-
-def _without_names(made_from: dict[str, Any]) -> dict[str, Any]:
-    """The same without the names of models and data, which are compared by what is in them."""
-    knobs = dict(made_from["knobs"])
-    return {**made_from, "knobs": {k: v for k, v in knobs.items() if k not in _NAMED}}
+    return bool(run.world.all_gather_object(known == _made_from(run))[0])
 
 
 def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:

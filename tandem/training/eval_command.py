@@ -44,16 +44,18 @@ def evaluate_run(
             cannot be written.
         ModelError: the run's base model is gone.
     """
-    config = with_found(config_of_run(path), Path(path))
-    config = replace(config, actor_model=base or config.actor_model)
-    if is_gone(config.actor_model) and not base:
-        told = base_gone(visible(path), config.actor_model)
-        raise ModelError(f"{told}. Say where it is now: --base MODEL.")
+    config = config_of_run(path)
     if num_prompts:
         section: Any = replace(rl_section(config), eval_prompts=num_prompts)
         config = replace(config, **{rl_stage(config.stages).section: section})
-    run = Run(config)
-    rows = prepare_rows(config, *tokenizer_sources(run))
+    found = with_found(config, Path(path))
+    if is_gone(found.actor_model) and not base:
+        told = base_gone(visible(path), found.actor_model)
+        raise ModelError(f"{told}. Say where it is now: --base MODEL.")
+    found = replace(found, actor_model=base or found.actor_model)
+    run = Run(found)
+    run.identity.named = config
+    rows = prepare_rows(found, *tokenizer_sources(run))
     run.note_data(rows)
     evaluation = compare(run, rows, save=False)
     if best_of:

@@ -18,6 +18,7 @@ from tandem.checkpoint.state import (
     numbered,
     take_newest,
 )
+from tandem.config.recorded import with_found
 from tandem.config.schema import RunConfig
 from tandem.config.spellings import listed
 from tandem.config.stages import in_order, stage_of
@@ -71,10 +72,11 @@ def export(
     _require_target(target, output)
     stage = _stage_of(config, Path(folder), stage)
     _require_step(Path(folder) / CHECKPOINTS / stage, step)
-    run = Run(config, print_line, world, writes=False)
+    run = Run(with_found(config, Path(folder)), print_line, world, writes=False)
+    run.identity.named = config
     commands = run.path / COMMAND_FILE
     run.command = commands.read_text("utf-8").rstrip().split("\n")[-1] if commands.exists() else ""
-    rows = prepare_rows(config, *tokenizer_sources(run))
+    rows = prepare_rows(run.config, *tokenizer_sources(run))
     run.note_data(rows)
     job = prepared(stage, run, rows)
     at = _restored(run, stage, step, job)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from tandem.config.load import load_config
-from tandem.config.recorded import with_found_models
 from tandem.config.schema import RunConfig
 from tandem.config.stages import stage_names
 from tandem.data.own_template import with_kept_template
@@ -22,8 +21,7 @@ GIVEN = "given"
 
 
 def config_of_run(folder: str) -> RunConfig:
-    """The configuration that a run was made with; its `output_dir` and its models are where they
-    are now.
+    """The configuration that a run was made with; its `output_dir` is where the folder lies now.
 
     Raises:
         CheckpointError: the folder is not a run's.
@@ -32,7 +30,7 @@ def config_of_run(folder: str) -> RunConfig:
     if not (path / "config.yaml").is_file():
         raise CheckpointError(f"{folder} must be a run's folder (with config.yaml); it is not.")
     config = with_kept_template(load_config(path / "config.yaml"), path)
-    return replace(with_found_models(config, path), output_dir=folder)
+    return replace(config, output_dir=folder)
 
 
 def run_around(path: Path) -> Path | None:

@@ -86,12 +86,13 @@ class Identity:
     Attributes:
         fingerprints: of the rows by kind (`data`, `sft_data`, `eval_data`, `ptx_data`), once they
             are read.
+        named: the configuration with models and files as the run has recorded their names.
         in_memory: digests of what Python code gave RL stages in memory, by what it is.
     """
 
     def __init__(self, config: RunConfig, path: Path, world: World) -> None:
         """`path` is the run's folder."""
-        self.config = config
+        self.config = self.named = config
         self.path = path
         self.world = world
         self.fingerprints: dict[str, list[str]] = {}
@@ -160,7 +161,7 @@ class Identity:
 
     def knobs(self, names: Iterable[str]) -> dict[str, Any]:
         """Values by dotted name, as JSON has them."""
-        return {name: _json_value(knob_value(self.config, name)) for name in names}
+        return {name: _json_value(knob_value(self.named, name)) for name in names}
 
     def files_of(self, knob: str) -> dict[str, str]:
         """The digests of the model that a knob names."""

@@ -7,12 +7,14 @@ the same metrics, on a CPU to the last bit. They are compared with the run's own
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tandem.config.recorded import with_found
 from tandem.config.stages import stage_of
 from tandem.data.tokenview import TokenPieces
 from tandem.errors import ConfigError
@@ -53,8 +55,9 @@ def replay(folder: str, step: int, *, stage: str = "", rows: int = 3) -> int:
             f"--step must be a step that {folder} has recorded, from 1 on; got {step}"
             f"{f' of {stage}' if stage else ''}. Its stages: {', '.join(config.stages)}."
         )
-    run = Run(config, print_line=print, writes=False)
-    data = prepare_rows(config, *tokenizer_sources(run))
+    run = Run(with_found(config, Path(folder)), print_line=print, writes=False)
+    run.identity.named = config
+    data = prepare_rows(run.config, *tokenizer_sources(run))
     run.note_data(data)
     reached = run_stage(run, stages[0], prepared(stages[0], run, data), until=step)
     assert reached is not None

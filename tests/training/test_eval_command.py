@@ -15,6 +15,7 @@ from tandem.cli import main
 from tandem.errors import ModelError
 from tandem.metrics.names import title_of
 from tandem.training.eval_command import evaluate_run, figures_table
+from tandem.training.replay import replay
 from tests.tiny import tiny_config, tiny_tokenizer
 from tests.training.runs import ran
 
@@ -64,10 +65,12 @@ def test_a_run_is_evaluated_from_any_folder_and_its_base_may_have_moved(
     base = Path(shutil.copytree(tiny_model, home / "my-model"))
     shutil.copy(preferences, home / "rows.jsonl")
     monkeypatch.chdir(home)
-    ran(tiny_config(tmp_path / "run", "my-model", "rows.jsonl", stages=["sft"]))
+    config = tiny_config(tmp_path / "run", "my-model", "rows.jsonl", stages=["sft", "reward"])
+    ran(config)
     models = evaluate_run(path, 0)["models"]
     monkeypatch.chdir(tmp_path)
     assert evaluate_run(path, 0)["models"] == models
+    assert replay(path, 3, stage="sft") == 0
     base.rename(home / "renamed")
     with pytest.raises(ModelError, match=f"base model of {path} .* '{base}', .* --base MODEL"):
         evaluate_run(path, 0)
@@ -78,7 +81,10 @@ def test_a_run_is_evaluated_from_any_folder_and_its_base_may_have_moved(
     monkeypatch.chdir(home)
     lines: list[str] = []
     monkeypatch.setattr("tandem.training.run_stages.compare", None)
-    ran(tiny_config(tmp_path / "run", "my-model", "rows.jsonl", stages=["sft"]), lines=lines)
+    ran(
+        tiny_config(tmp_path / "run", "my-model", "rows.jsonl", stages=["sft", "reward"]),
+        lines=lines,
+    )
     assert "sft: finished before" in "".join(lines), "and nothing is compared anew"
 
 
