@@ -176,7 +176,7 @@ def _judged(
             f"{rows} rows and an empty answer): the self-test cannot tell whether it works"
             f"{alone if is_alone and found.spec.weight else ''}"
         )
-    if found.prefers_references:
+    if found.prefers_references and not found.ignores_rows:
         return f"{name} tells answers apart on {rows} rows: {found}"
     if not found.spec.weight:
         return f"{name}, of weight 0, does not tell answers apart on {rows} rows: {found}"
@@ -268,12 +268,9 @@ def _answers(
 
 def _complaint(found: _Found, column: str, read: Sequence[str], form: str) -> str:
     right, empty, other = (_shown(mean) for mean in found.means)
-    ignored = (
-        "it gives an answer the same score whatever row it is for, though it reads the column "
-        f"{read[0]}"
-        if read and found.ignores_rows
-        else ""
-    )
+    though = f", though it reads the column {read[0]}" if read else ""
+    same = f"it gives an answer the same score whatever row it is for{though}"
+    ignored = same if found.ignores_rows else ""
     causes = "".join(f"; {cause}" for cause in (found.scored.describe(), form, ignored) if cause)
     return (
         f"reward function {found.spec.label} must score the reference answer (column {column}) "

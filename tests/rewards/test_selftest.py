@@ -133,6 +133,16 @@ def test_a_reward_of_form_is_told_in_a_line_whatever_the_order_of_the_references
         )
 
 
+def length_and_never(completions: Any, answer: Any) -> list[float]:
+    return [len(c) / 10 + (c == [a]) for c, a in zip(completions, answer, strict=True)]
+
+
+def test_longer_references_do_not_make_a_comparison_that_never_matches_right() -> None:
+    texts = [*(f"long {i}" for i in range(8)), "a", "b", "c"]
+    with pytest.raises(ConfigError, match=r"got 0\.6, 0 and 0\.506 .* reads the column answer"):
+        report_of(length_and_never, rows_of(*texts))
+
+
 def test_one_score_for_all_is_told_and_more_if_no_other_function_counts() -> None:
     rows = [
         ReferenceRow("q", [], {"answer": answer, "most": 9}, "d") for answer in ("aa", "b", "cc")
