@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from tandem.errors import ConfigError, Stopped
-from tandem.text import one_line
+from tandem.text import cause_of
 
 _STAMPS: dict[str, tuple[int, int]] = {}
 """Time and size of each file as it was when it was run as a module."""
@@ -45,7 +45,7 @@ def function_in(
         if isinstance(error, KeyboardInterrupt | Stopped):
             raise
         raise ConfigError(
-            f"{problem}: {type(error).__name__}: {one_line(error)}. {advice(error)}"
+            f"{problem}: {type(error).__name__}: {cause_of(error)}. {advice(error)}"
         ) from error
     function = getattr(module, attribute, None)
     if not callable(function):

@@ -43,6 +43,12 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= 300 else text[:297] + "..."
 
 
+def cause_of(error: BaseException) -> str:
+    """An error's message as part of a sentence: in one line, without the period at its end."""
+    text = one_line(error)
+    return text if text.endswith("...") else text.rstrip(".")
+
+
 def ignore_line(line: str) -> None:
     """A `print_line` that shows nothing."""
 

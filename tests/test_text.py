@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.errors import DataError
-from tandem.text import named_line, one_line, visible, visible_lines
+from tandem.text import cause_of, named_line, one_line, visible, visible_lines
 
 
 @given(st.text())
@@ -15,6 +15,11 @@ def test_visible_text_prints(text: str) -> None:
     assert visible(text).isprintable()
     assert visible(visible(text)) == visible(text)
     assert text != visible(text) or text.isprintable()
+
+
+def test_a_cause_stands_within_a_sentence() -> None:
+    assert cause_of(OSError("No network.\nSet the variable.")) == "No network. Set the variable"
+    assert cause_of(OSError("x" * 400)) == "x" * 297 + "..."
 
 
 def test_escapes_are_pythons() -> None:

@@ -134,7 +134,7 @@ def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path)
     # The hub client and the tokenizer formats raise errors of many unrelated classes.
     except Exception as error:
-        cause = visible(first_line(error))[:200]
+        cause = visible(first_line(error))[:200].rstrip(".")
         raise ModelError(
             f"tokenizer {visible(path)} must be a folder or hub name that loads; "
             f"got {type(error).__name__}: {cause}. Check the path."

@@ -221,9 +221,11 @@ def read_all(
 
 def _note_files(spec: DataSpec, account: DatasetLedger) -> None:
     """Note which files of a folder are left, and what others are of."""
-    if left := files_left(spec):
-        shown = ", ".join(map(visible, left[:3])) + ", ..." * (len(left) > 3)
-        account.notes[f"files of other splits than train, not read ({shown})"] = len(left)
+    of_splits, made = files_left(spec)
+    for what, left in (("other splits than train", of_splits), ("runs and models", made)):
+        if left:
+            shown = ", ".join(map(visible, left[:3])) + ", ..." * (len(left) > 3)
+            account.notes[f"files of {what}, not read ({shown})"] = len(left)
     if mixed := declared_but_mixed(spec):
         example = f"{spec.path}@{mixed[0]}"
         note = f"configurations of one folder, all read (one alone: {visible(example)})"

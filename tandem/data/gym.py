@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from tandem.errors import DataError
-from tandem.text import one_line
+from tandem.text import cause_of
 
 PREFIX = "reasoning-gym:"
 ROW = re.compile(r"(?P<task>\w+)(?:\?(?P<query>[^#]*))?#(?P<entry>\d+)")
@@ -32,7 +32,7 @@ def make_dataset(task: str, query: str) -> Any:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise DataError(
-            f"{where} must find the package reasoning-gym; got {one_line(error)}. Run pip install "
+            f"{where} must find the package reasoning-gym; got {cause_of(error)}. Run pip install "
             "reasoning-gym"
         ) from None
     if task not in DATASETS:
@@ -47,7 +47,7 @@ def make_dataset(task: str, query: str) -> Any:
     except Exception as error:  # its options are checked by assertions and constructors
         raise DataError(
             f"{where} must have options that the task takes; got {query!r} "
-            f"({one_line(error)}). Write e.g. ?size=2000&seed=1."
+            f"({cause_of(error)}). Write e.g. ?size=2000&seed=1."
         ) from None
 
 

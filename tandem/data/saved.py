@@ -120,7 +120,7 @@ def _convertible(rows: Any, name: str, part: Part, is_saved: bool) -> Rows:
 
 
 def _unloadable(part: Part, is_saved: bool, error: Exception) -> DataError:
-    cause = visible(first_line(error))[:200]
+    cause = visible(first_line(error))[:200].rstrip(".")
     what = "a folder saved by datasets" if is_saved else "a file, a folder or a reachable hub name"
     return DataError(
         f"data set {visible(part.text)} must be {what}; got {type(error).__name__}: {cause}. "

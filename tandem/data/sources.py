@@ -15,6 +15,7 @@ from typing import Any
 
 from tandem.data import gym
 from tandem.data.excerpt import excerpt
+from tandem.data.folder_files import FolderFiles, files_of_folder
 from tandem.data.formats import (
     OnBlank,
     Rows,
@@ -32,14 +33,13 @@ from tandem.data.parts import (
     looks_like_hub_name,
     of_split,
     part_of,
-    split_of,
     unknown,
 )
 from tandem.data.plaintext import read_text
 from tandem.data.rows import BadRow, RawRow
 from tandem.data.saved import is_saved_dataset, rows_through_datasets
 from tandem.errors import ConfigError, DataError
-from tandem.text import visible
+from tandem.text import counted, visible
 from tandem.types import Source
 
 ROLES = (
@@ -66,7 +66,12 @@ _ADVICE = {
     **dict.fromkeys([".xz", ".zst", ".bz2", ".zip", ".tar", ".tgz"], "Unpack it."),
 }
 """Advice for files with another extension."""
-_METADATA = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
+_OTHER_FILES = {
+    *(".md", ".html", ".htm", ".xml", ".yaml", ".yml", ".toml", ".pdf", ".doc", ".docx", ".xls"),
+    *(".ods", ".pkl", ".npy", ".npz", ".h5", ".feather", ".orc", ".avro", ".db", ".sqlite"),
+    *(".log", ".py", ".ipynb", ".bin", ".pt", ".gz"),
+}
+"""Further extensions of files that a user may take for data."""
 _MOST_WEIGHT = 1000
 """Every row comes so many times an epoch, and each copy is held: a typo would fill the memory."""
 _WEIGHT = re.compile(r"[+-]?(\d+\.?\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?|nan|inf)", re.IGNORECASE)
@@ -231,6 +236,21 @@ def _require_hub_name(part: Part, path: Path) -> None:
             f"data set {visible(part.text)} must be an existing file or folder, or a hub name; "
             f"got neither. {f'Did you mean {visible(near)}?' if near else 'Check the path.'}"
         )
+    if _looks_like_file(part.base):
+        advice = _ADVICE.get(path.suffix.lower())
+        unread = f" {visible(path.suffix)} files are not read. {advice}" if advice else ""
+        raise DataError(
+            f"data set {visible(part.text)} must be an existing file, by its name (files read end "
+            f"in {_FORMATS}, or one of them with .gz); got no such file.{unread} Check the path."
+        )
+
+
+def _looks_like_file(text: str) -> bool:
+    """Whether a name ends as files do, and as names on the hub hardly ever do."""
+    ending = format_of(Path(text))
+    if ending in {*_ADVICE, *_OTHER_FILES} or get_close_matches(ending, ENDINGS, 1, cutoff=0.75):
+        return True
+    return "/" not in text and ending[1:].isalpha()
 
 
 def _local(path: str) -> Path:
@@ -285,20 +305,22 @@ def _file(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
     return reader(path, dataset, on_blank)
 
 
-def files_left(spec: DataSpec) -> list[str]:
-    """The files of a folder that `read_rows` leaves, within the folder: they are of splits to
-    measure on, beside one to train on.
+def files_left(spec: DataSpec) -> tuple[list[str], list[str]]:
+    """The files of a folder that `read_rows` leaves, within the folder: those of splits to measure
+    on, beside one to train on, and those of runs and models.
 
     Raises:
         DataError: as `read_rows`, of a name that leads nowhere.
     """
     part = part_of(spec.path)
     path, is_declared = _place(part)
-    if part.split or is_declared or part.base == EMBEDDED or not path.is_dir():
-        return []
-    if is_saved_dataset(path):
-        return []
-    return [str(file.relative_to(path)) for file in _data_files(path)[1]]
+    if is_declared or part.base == EMBEDDED or not path.is_dir() or is_saved_dataset(path):
+        return [], []
+    files = files_of_folder(path)
+    made = [str(file.relative_to(path)) for file in files.made]
+    if part.split:
+        return [], made
+    return [str(file.relative_to(path)) for file in files.other_splits], made
 
 
 def declared_but_mixed(spec: DataSpec) -> list[str]:
@@ -315,38 +337,26 @@ def declared_but_mixed(spec: DataSpec) -> list[str]:
 
 
 def _folder(path: Path, part: Part, dataset: str, on_blank: OnBlank) -> Rows:
-    files, left = _data_files(path)
+    found_there = files_of_folder(path)
+    files = found_there.read
     if part.split:
-        inside = [file.relative_to(path) for file in (*files, *left)]
+        inside = [file.relative_to(path) for file in (*files, *found_there.other_splits)]
         found, splits = of_split(inside, part.split)
         if not found and inside:
             raise unknown(part, "split", part.split, splits)
         files = sorted(path / file for file in found)
     if not files:
         raise DataError(
-            f"folder {visible(str(path))} must hold files that end in one of {_FORMATS}; got none. "
-            "Give the folder with the data."
+            f"folder {visible(str(path))} must hold files that end in one of {_FORMATS}; got "
+            f"{_only_made(found_there)}. Give the folder with the data."
         )
     for file in files:
         yield from _file(file, dataset, on_blank)
 
 
-def _data_files(path: Path) -> tuple[list[Path], list[Path]]:
-    """(to read, to leave): the data files under a folder, by name, without hidden and metadata
-    files. Where some are of a train split, those of test and validation splits are left."""
-    files = [
-        file
-        for file in sorted(path.rglob("*"))
-        if not file.is_dir()  # a pipe or a broken link is refused by its reader, not skipped
-        and format_of(file) in _READERS
-        and file.name not in _METADATA
-        and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    ]
-    splits = {file: split_of(file.relative_to(path)) for file in files}
-    if "train" not in splits.values():
-        return files, []
-    read = [file for file in files if splits[file] in ("train", "")]
-    return read, [file for file in files if file not in read]
+def _only_made(found: FolderFiles) -> str:
+    """What a folder without data holds."""
+    return f"only {counted(len(found.made), 'file')} of a run or a model" if found.made else "none"
 
 
 def _numbered(rows: Iterable[dict[str, Any]], spec: DataSpec) -> Rows:

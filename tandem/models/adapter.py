@@ -40,7 +40,7 @@ from tandem.models.source import (
 )
 from tandem.models.token_layers import ROWS, attach_token_rows, matrices_of, token_layers
 from tandem.models.weight_files import Weight, WeightFile, Writers, plain_unit, write_files
-from tandem.text import one_line
+from tandem.text import cause_of
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -241,7 +241,7 @@ def _read_tensors(file: Path, numbers: Sequence[int]) -> tuple[dict[str, Tensor]
             return tensors, opened.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise ModelError(
-            f"{file} must be a whole safetensors file; got: {one_line(error)}. Save the adapter "
+            f"{file} must be a whole safetensors file; got: {cause_of(error)}. Save the adapter "
             "again (pickled adapters are not read)."
         ) from error
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tandem.errors import ModelError
-from tandem.text import one_line
+from tandem.text import cause_of, one_line
 
 INDEX = "model.safetensors.index.json"
 _MOST_JSON_BYTES = 2**26
@@ -39,7 +39,7 @@ def read_object(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
         raise ModelError(
-            f"{str(file)!r} must be JSON; got: {one_line(error)}. Copy or save it again."
+            f"{str(file)!r} must be JSON; got: {cause_of(error)}. Copy or save it again."
         ) from error
     if not isinstance(content, dict):
         raise ModelError(

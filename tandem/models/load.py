@@ -58,7 +58,7 @@ from tandem.models.source import (
     whole_family,
 )
 from tandem.models.validate_checkpoint import check_finite, is_panic
-from tandem.text import one_line
+from tandem.text import cause_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
         require_config(source)
         raise ModelError(
             f"model {source.name!r} must have a tokenizer that transformers reads; got: "
-            f"{one_line(error)}. Put tokenizer.json and tokenizer_config.json in the folder."
+            f"{cause_of(error)}. Put tokenizer.json and tokenizer_config.json in the folder."
         ) from error
     return without_image_tokens(tokenizer, source)
 
@@ -187,7 +187,7 @@ def load_weights(
         _require_sizes(source, config, scalar, trust_remote_code, error)
         raise ModelError(
             f"weights of {source.name!r} must be complete safetensors files that fit config.json; "
-            f"got: {one_line(error)}. Copy or save the model again."
+            f"got: {cause_of(error)}. Copy or save the model again."
         ) from error
     missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
     if is_named_otherwise:

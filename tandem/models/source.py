@@ -18,7 +18,7 @@ from tandem.models.folder import read_headers, read_object
 from tandem.models.hf_logging import quiet
 from tandem.models.text_families import has_equal
 from tandem.models.validate_checkpoint import check_folder, check_weights
-from tandem.text import one_line
+from tandem.text import cause_of, one_line
 
 ADAPTER_CONFIG = "adapter_config.json"
 _HUB_TIMEOUT_SECONDS = 10.0
@@ -88,7 +88,7 @@ def locate(path: str | Path) -> Located:
         raise ModelError(
             f"model {text!r} must be a folder or a reachable hub name; got no folder "
             f"{os.path.abspath(folder)!r}, nothing in the hub's cache, and from the hub: "
-            f"{one_line(error)}. Check the spelling, or copy the model here and give its folder."
+            f"{cause_of(error)}. Check the spelling, or copy the model here and give its folder."
         ) from error
     return Located(text, commit=str(info.sha or ""))
 
@@ -151,7 +151,7 @@ def load_config(source: Located, *, trust_remote_code: bool = False) -> PreTrain
     except Exception as error:  # OSError, ValueError, KeyError, the strict config's own errors
         raise ModelError(
             f"model {source.name!r} must have a config.json that transformers reads; got: "
-            f"{one_line(error)}. Check the folder, or update transformers; "
+            f"{cause_of(error)}. Check the folder, or update transformers; "
             "--trust-remote-code allows a model's own code."
         ) from error
     if not isinstance(config, PreTrainedConfig):

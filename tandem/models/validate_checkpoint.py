@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tandem.errors import ModelError
 from tandem.models.folder import read_headers, read_index, read_object, require_small
 from tandem.models.hf_logging import quiet
-from tandem.text import one_line
+from tandem.text import cause_of, one_line
 
 _CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
@@ -83,7 +83,7 @@ def check_folder(folder: Path) -> None:
         except Exception as error:  # a wrong value may raise anything
             raise ModelError(
                 f"{str(folder / _GENERATION_CONFIG)!r} must be settings that transformers takes; "
-                f"got: {one_line(error)}. Correct or remove the file."
+                f"got: {cause_of(error)}. Correct or remove the file."
             ) from error
 
 
@@ -211,7 +211,7 @@ def _check_sizes(
     except Exception as error:  # a family's own code may raise anything
         raise ModelError(
             f"config.json of {str(folder)!r} must describe a model that can be built; got "
-            f"{type(error).__name__}: {one_line(error)}. Copy or save the model again."
+            f"{type(error).__name__}: {cause_of(error)}. Copy or save the model again."
         ) from error
     most = _MOST_TIMES * stored.num_values + _MOST_MORE
     if described > most:

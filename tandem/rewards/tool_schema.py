@@ -13,7 +13,7 @@ from tandem.errors import ConfigError
 from tandem.named_functions import named_function
 from tandem.rewards.binding import parameters_of
 from tandem.rewards.tool_use import ToolFunction, check_names, shown_parameters, tool_name
-from tandem.text import one_line
+from tandem.text import cause_of
 
 
 def offered_tools(names: Sequence[str], knob: str) -> str:
@@ -69,7 +69,7 @@ def tool_schema(function: ToolFunction, where: str = "tool") -> dict[str, Any]:
     except Exception as error:  # whatever a user's annotations do
         raise ConfigError(
             f"{where} must have type hints, and a docstring that says what it does and, under "
-            f"Args:, what each parameter is; got: {one_line(error).rstrip('.')}. Add what is "
+            f"Args:, what each parameter is; got: {cause_of(error)}. Add what is "
             "missing; parameters behind a * are not the model's."
         ) from error
     return schema

@@ -12,7 +12,7 @@ from tandem.config.schema import RLConfig
 from tandem.errors import ConfigError, TandemError
 from tandem.named_functions import named_function
 from tandem.objectives.policy import TokenLosses, given_policy_loss
-from tandem.text import one_line
+from tandem.text import cause_of
 
 if TYPE_CHECKING:
     from tandem.training.algorithm import AdvantagesOf
@@ -55,7 +55,7 @@ def told(error: Exception) -> str:
     """What went wrong in a user's function, in a sentence."""
     if isinstance(error, TandemError):
         return str(error)
-    return f"{type(error).__name__}: {one_line(error)}. Fix it (--debug shows where)."
+    return f"{type(error).__name__}: {cause_of(error)}. Fix it (--debug shows where)."
 
 
 def try_token_losses(token_losses: TokenLosses, name: str) -> None:

@@ -97,8 +97,8 @@ def test_a_split_of_a_folder_is_its_files(tmp_path: Path) -> None:
     assert texts(f"{folder}@/test") == ["my_test.jsonl", "test_prefs.jsonl"]
     assert texts(f"{folder}@/test_prefs") == ["test_prefs.jsonl"]
     assert texts(f"{folder}@/extra") == ["extra.jsonl"]
-    assert len(files_left(parse_spec(folder))) == 3
-    assert files_left(parse_spec(f"{folder}@/train")) == []
+    assert len(files_left(parse_spec(folder))[0]) == 3
+    assert files_left(parse_spec(f"{folder}@/train")) == ([], [])
     said = refused(f"{folder}@/test_pref")
     assert "must name one of its splits (train, validation, test, train_more, " in said
     assert f"got 'test_pref'. Did you mean {folder}@/test_prefs?" in said
@@ -109,7 +109,7 @@ def test_a_configuration_of_a_folder_is_a_folder_in_it(tmp_path: Path) -> None:
     assert texts(f"{folder}@base") == ["base/train.jsonl"]
     assert texts(f"{folder}@base/test") == ["base/test.jsonl"]
     assert texts(f"{folder}@online/") == ["online/a.jsonl"]
-    assert files_left(parse_spec(f"{folder}@base")) == ["test.jsonl"]
+    assert files_left(parse_spec(f"{folder}@base")) == (["test.jsonl"], [])
     said = refused(f"{folder}@onlin/train")
     assert "configurations (base, online); got 'onlin'. Did you mean " in said
     assert said.endswith(f"{folder}@online/train?")

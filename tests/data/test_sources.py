@@ -14,7 +14,14 @@ import pytest
 
 from tandem.data import sources as sources_module
 from tandem.data.rows import BadRow, RawRow
-from tandem.data.sources import DataSpec, files_left, parse_columns, parse_spec, read_rows
+from tandem.data.sources import (
+    DataSpec,
+    _looks_like_file,
+    files_left,
+    parse_columns,
+    parse_spec,
+    read_rows,
+)
 from tandem.errors import ConfigError, DataError
 from tandem.types import Source
 
@@ -65,6 +72,17 @@ def test_a_weight_must_be_positive_and_within_reason(weight: str) -> None:
     with pytest.raises(ConfigError, match=f"above 0 and at most 1,000; got {weight}"):
         parse_spec(f"a.jsonl:{weight}")
     assert parse_spec("a.jsonl:1000").weight == 1000
+
+
+@pytest.mark.parametrize("name", ["prefs.xlsx", "mine/prefs.pdf", "prefs.jsonll", "rows.txtt.gz"])
+def test_a_missing_file_is_not_looked_for_on_the_hub(name: str) -> None:
+    with pytest.raises(DataError, match=r"must be an existing file, .*\.parquet.*got no such file"):
+        list(read_rows(parse_spec(name)))
+
+
+def test_a_name_with_a_version_may_be_on_the_hub() -> None:
+    for name in ("user/data-v1.5", "user/data.en", "squad", "user/Qwen2.5-prefs"):
+        assert not _looks_like_file(name)
 
 
 def test_a_link_to_nowhere_is_told_from_a_typo(tmp_path: Path) -> None:
@@ -192,15 +210,15 @@ def test_a_folder_with_splits_gives_the_one_to_train_on(tmp_path: Path) -> None:
     left = ["data/test-0.jsonl", "dev/a.jsonl", "my_validation.jsonl"]
     spec = folder_of(tmp_path, [*read, *left])
     assert [row.columns["text"] for row in read_rows(spec) if isinstance(row, RawRow)] == read
-    assert files_left(spec) == left
+    assert files_left(spec) == (left, [])
 
 
 def test_a_folder_without_a_train_split_gives_all_its_files(tmp_path: Path) -> None:
     names = ["contest.jsonl", "latest.jsonl", "test.jsonl", "train_or_test.jsonl"]
     spec = folder_of(tmp_path, names)
     assert [row.columns["text"] for row in read_rows(spec) if isinstance(row, RawRow)] == names
-    assert files_left(spec) == []
-    assert files_left(parse_spec("embedded")) == []
+    assert files_left(spec) == ([], [])
+    assert files_left(parse_spec("embedded")) == ([], [])
 
 
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
