@@ -70,6 +70,17 @@ def mean_over_first_mean(history: History, metric: str) -> float | None:
     return _ratio(statistics.fmean(history.last(metric, 20)), start)
 
 
+def mean_over_beginning(history: History, metric: str) -> float | None:
+    """Mean of the newest 5 values over the mean of the first three, or the first held-out value if
+    that is higher: a few easy batches may come first. Needs 5 beside the first three."""
+    values = history.last(metric, 5 + _START)
+    if len(values) < 5 + _START:
+        return None
+    start = statistics.fmean(history.first(metric, _START))
+    start = max([start, *history.first(f"heldout_{metric}", 1)])
+    return _ratio(statistics.fmean(values[:5]), start)
+
+
 def over_previous(history: History, metric: str) -> float | None:
     """The newest value over the previous one."""
     values = history.last(metric, 2)

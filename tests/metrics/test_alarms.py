@@ -18,6 +18,8 @@ RISING = [2.0 + i / 50 for i in range(60)]
 # alarm: (stage, values of its metric that set it off with the last one, and that never do)
 SINGLE = {
     "loss-not-falling": ("sft", "loss", RISING[:51], FALLING),
+    "loss-rising": ("sft", "loss", [3.0] * 3 + [6.3] * 7, [3.0] * 3 + [5.7] * 20),
+    "heldout-loss-high": ("sft", "heldout_loss", [4.6, 4.0, 9.3], [4.6, 9.1]),
     "heldout-loss-rising": ("reward", "heldout_loss", [3, 2, 2.1, 2.2, 2.3], [3, 2, 2.1, 2.2, 2.1]),
     "grad-spike": ("dpo", "grad_norm", [1.0] * 15 + [11.0], [1.0] * 15 + [9.0]),
     "nothing-learned": ("grpo", "answers_learned", [0.5, 0.0, 0.0], [0.0, 0.1, 0.0]),
@@ -142,6 +144,13 @@ def test_training_reward_up_and_held_out_reward_down_raises_an_alarm():
     assert fired("ppo", run(up, fallen)) == [(4, "reward-overfit")]
     assert fired("ppo", run(down, fallen)) == []
     assert fired("ppo", run(up, up)) == []
+
+
+def test_a_loss_is_compared_with_the_held_out_one_where_easy_batches_come_first():
+    records = history("sft", "loss", [0.3] * 3 + [2.0] * 20)
+    assert (10, "loss-rising") in fired("sft", records)
+    before = Record("sft", 0, 0.0, {"heldout_loss": 1.9})
+    assert "loss-rising" not in [name for _, name in fired("sft", [before, *records])]
 
 
 def test_thresholds_can_be_replaced_by_name():
