@@ -24,12 +24,12 @@ from tandem.config.pages import Parser, command_lines, home_path
 from tandem.config.schema import RunConfig
 from tandem.config.spellings import listed
 from tandem.config.stages import stage_names
-from tandem.errors import ConfigError, Stopped, TandemError
+from tandem.errors import ConfigError, DataError, Stopped, TandemError
 from tandem.garbage import collected_seldom
 from tandem.launch.failure import complain, is_launched, leaving_at_signals
 from tandem.launch.flags import LaunchOptions, launch_help, take_launch_flags
 from tandem.plan.layout_flags import layout_help, take_layout_flags
-from tandem.text import ignore_line
+from tandem.text import counted, ignore_line, visible
 
 if TYPE_CHECKING:
     from tandem.parallel.world import World
@@ -259,7 +259,12 @@ def _sample(debug: bool, args: list[str]) -> int:
         with _loading("sample"):
             from tandem.training.sample import sample
         with _among_ranks(config) as world:
-            sample(settings, world)
+            progress = sample(settings, world)
+    if not progress.rows:
+        raise DataError(
+            f"{visible(str(settings.output))} must have at least one row; got none of "
+            f"{counted(progress.prompts, 'prompt')}. See above what was left out, and why."
+        )
     return 0
 
 

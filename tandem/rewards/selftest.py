@@ -47,13 +47,18 @@ class ReferenceRow:
 
 
 def self_test(
-    rewards: RewardFunctions, rows: Sequence[ReferenceRow], encode: Encode | None = None
+    rewards: RewardFunctions,
+    rows: Sequence[ReferenceRow],
+    encode: Encode | None = None,
+    *,
+    trains: bool = True,
 ) -> list[str]:
     """Call each function once; then score, for a few rows, the reference answer, an empty answer
     and other rows' references.
 
     Args:
         encode: for functions that ask for `completion_ids`, which need it.
+        trains: whether steps follow, before which a user may want the test.
     Returns:
         one line per function on what was found.
     Raises:
@@ -82,7 +87,7 @@ def self_test(
             "reward functions are not tested before the first step: no two rows have different "
             f"references in the column {column} (--scoring.answer-column)"
         )
-        return [*lines, line]
+        return [*lines, line] if trains else lines
     tested = _spread(known)
     columns = columns_of([row.columns for row, _ in tested], column, [ANSWER])
     differing = [name for name, values in columns.items() if any(v != values[0] for v in values)]

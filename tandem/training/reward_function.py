@@ -165,11 +165,14 @@ def check_rewards(
     rows: StepRows,
     world: World,
     print_line: Callable[[str], None],
+    *,
+    trains: bool = True,
 ) -> None:
     """The self-test of named reward functions, on the first rank for all.
 
     Args:
         print_line: shows what was found, and what becomes of the columns, on the first rank.
+        trains: whether steps follow.
     Raises:
         ConfigError: on every rank, a function cannot tell a right answer from a wrong one.
     """
@@ -181,7 +184,7 @@ def check_rewards(
         for line in account.lines():
             print_line(line)
         if config.scoring.self_test:
-            problem = _problem(given, config, rows, account.names, print_line)
+            problem = _problem(given, config, rows, account.names, print_line, trains)
     problem = world.all_gather_object(problem)[0]
     if problem:
         raise ConfigError(problem)
@@ -193,6 +196,7 @@ def _problem(
     rows: StepRows,
     columns: Sequence[str],
     print_line: Callable[[str], None],
+    trains: bool,
 ) -> str:
     """What the self-test finds wrong; "" for nothing."""
     rewards = RewardFunctions(given, config.scoring, print_line, columns=columns)
@@ -209,7 +213,7 @@ def _problem(
     needs_ids = rewards.need("completion_ids")
     encode = partial(_ids_of, rows.renderer, rows.tokenizer) if needs_ids else None
     try:
-        for line in self_test(rewards, tested, encode):
+        for line in self_test(rewards, tested, encode, trains=trains):
             print_line(line)
     except (DataError, ConfigError) as error:
         return str(error)

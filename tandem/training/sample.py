@@ -230,7 +230,7 @@ class _Sampling:
         names = rl_section(config).reward_function
         columns = columns_given(config, self._rows).names
         check_environment(config, self._rows, columns, world, self._say)
-        check_rewards(names, config, self._rows, world, self._say)
+        check_rewards(names, config, self._rows, world, self._say, trains=False)
         rewards = rewards_of(names, config.scoring, self._say, columns)
         if rewards is not None:
             stack.callback(rewards.close)
@@ -322,14 +322,16 @@ class _Sampling:
         if scores(self._config):
             progress.unscored += len(answers) - len(rewards)
         choice = self._settings.choice
-        best = (
+        among = (
             rewards
             if choice.write == "all"
             else [a.reward or 0.0 for a in choice.candidates(answers)]
         )
-        if best:
+        if among:
+            progress.num_among += len(among)
+            progress.among += sum(among)
             progress.num_best += 1
-            progress.best += max(best)
+            progress.best += max(among)
 
 
 def _by_prompt(

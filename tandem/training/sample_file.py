@@ -31,7 +31,8 @@ class Progress:
     prompts, bytes: done, and the size of their rows. left: prompts without a row, by reason.
     answers, tokens, cut_off, blank, unscored: answers in all, their tokens, those that the length
     limit cut off, that are blank, that have no reward though there is one to give.
-    rewards, best: sums over the scored answers, and over the best one of each of num_best prompts.
+    rewards, among, best: sums over the scored answers, over the num_among that may be chosen, and
+    over the best of those of each of num_best prompts.
     longest: most tokens of a prompt with an answer. seconds: of generation.
     """
 
@@ -45,6 +46,8 @@ class Progress:
     unscored: int = 0
     scored: int = 0
     rewards: float = 0.0
+    num_among: int = 0
+    among: float = 0.0
     num_best: int = 0
     best: float = 0.0
     longest: int = 0
@@ -185,6 +188,8 @@ class SampleFile:
             for name in sorted(made_from.keys() | self._made_from.keys())
             if made_from.get(name) != self._made_from.get(name)
         ]
+        if changed and progress.rows == 0:  # there is nothing to lose
+            return Progress()
         if changed:
             raise CheckpointError(
                 f"{self._shown} was made with other settings, rows or models than these; changed: "

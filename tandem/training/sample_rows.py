@@ -15,6 +15,9 @@ from typing import Any
 from tandem.message import Message, answer_text
 
 WRITES = ("all", "best", "pairs")
+CUT_OFF = "answers cut off by the length limit"
+BLANK = "blank answers"
+EQUAL = "equal rewards"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,7 @@ def row_of(
     if choice.write == "best":
         return {**head, "completion": _said(best), "reward": high, **tail}, ""
     if high == low:
-        return None, "equal rewards"
+        return None, EQUAL
     if _apart(high, low) < Decimal(str(choice.min_margin)):
         return None, f"rewards less than {choice.min_margin:g} apart"
     if best.text.strip() == worst.text.strip():
@@ -116,8 +119,8 @@ def _too_few(
         return "no answer with a reward" if not scored else "one answer with a reward alone"
     written = [answer for answer in scored if not answer.is_blank]
     if len(written) < needed:
-        return "blank answers"
-    return "answers cut off by the length limit"
+        return BLANK
+    return CUT_OFF
 
 
 def _apart(high: float, low: float) -> Decimal:

@@ -28,9 +28,10 @@ from tandem.files import lock
 from tandem.models.load import load_tokenizer
 from tandem.parallel.world import World
 from tandem.training.sample import sample
-from tandem.training.sample_file import SampleFile
+from tandem.training.sample_file import Progress, SampleFile
 from tandem.training.sample_flags import parse_sample_flags
 from tandem.training.sample_rows import Choice, SampledAnswer, row_of
+from tandem.training.sample_summary import _rewards
 from tandem.types import Message
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config
@@ -358,6 +359,38 @@ def test_a_template_of_ones_own_frames_the_prompts(
         sampled("framed", *flags, reward=False)
     sampled("best", *flags, "--write", "best", "--keep-cut-off")
     assert f" --chat-template {file}" in lines_of(sampled)[-1]
+
+
+def test_a_file_without_rows_says_what_helps_and_is_made_anew(
+    tiny_model: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "none.jsonl"
+    words = ["sample", tiny_model, "--data", str(prompts), "--output", str(output)]
+    words += ["--max-new-tokens", "2", "--samples-per-prompt", "2", "--write", "best"]
+    words += ["--reward-function", f"{prompts.parent}/rewards.py:tenths", "--min-reward", "99"]
+    assert main(words) == 2
+    told = capsys.readouterr()
+    assert "note: to leave fewer prompts out, " in told.out
+    assert "the first step" not in told.out
+    assert f"must have at least one row; got none of {len(ROWS)} prompts" in told.err
+    assert main([*words[:-2], "--keep-cut-off"]) == 0
+    told = capsys.readouterr()
+    assert "note: to leave" not in told.out
+    assert len(output.read_text().splitlines()) > 3
+
+
+@pytest.mark.parametrize(
+    ("counts", "line"),
+    [
+        ({"num_among": 4, "among": 2.0, "num_best": 2, "best": 1.8},
+         "reward: mean 0.5, of each prompt's best answer 0.9"),
+        ({"num_among": 2, "among": 0.5, "num_best": 2, "best": 0.6}, ("reward: mean 0.5 over all "
+         "4 answers with a reward; over the 2 to choose from 0.25, over the best 0.3")),
+        ({}, "reward: mean 0.5 over all answers"),
+    ],
+)  # fmt: skip
+def test_mean_rewards_are_told_with_what_they_are_over(counts: dict[str, Any], line: str) -> None:
+    assert _rewards(Progress(scored=4, rewards=2.0, **counts)) == line
 
 
 def test_one_process_writes_a_file(sampled: Sampled, tmp_path: Path) -> None:
