@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -33,6 +32,7 @@ from tandem.named_functions import files_of_function
 from tandem.parallel.world import World
 from tandem.rewards.loading import source_files
 from tandem.rewards.scoring import named, text_of
+from tandem.training.differences import ROWS, KnownRows, difference
 
 # What every stage depends on, beside its section and the knobs in its record.
 _SHARED = (
@@ -87,6 +87,7 @@ class Identity:
         fingerprints: of the rows by kind (`data`, `sft_data`, `eval_data`, `ptx_data`), once they
             are read.
         named: the configuration with models and files as the run has recorded their names.
+        known_rows: the accounts of the rows, as recorded and as they are, for messages.
         in_memory: digests of what Python code gave RL stages in memory, by what it is.
     """
 
@@ -96,6 +97,7 @@ class Identity:
         self.path = path
         self.world = world
         self.fingerprints: dict[str, list[str]] = {}
+        self.known_rows: KnownRows = {}
         self.in_memory: dict[str, str] = {}
         self._digests: dict[str, dict[str, str]] = {}
 
@@ -267,11 +269,11 @@ class Identity:
             now = {name: now[name] for name in given & now.keys()}
             before = {name: before[name] for name in given & before.keys()}
         return [
-            difference(name, before.get(name), now.get(name))
+            difference(name, before.get(name), now.get(name), self.known_rows)
             for name in sorted(before.keys() | now.keys())
             if _or_none(before.get(name)) != _or_none(now.get(name))
             # Rows are compared only after they are read.
-            and not (name.startswith("the rows of") and name not in now)
+            and not (name.startswith(ROWS) and name not in now)
             # A model may lie elsewhere now: its files say whether it is another.
             and not (name in _GIVEN and _is_alike(before, now, f"the files of {name}"))
             and not (name == _TEMPLATE[0] and _is_alike(before, now, _TEMPLATE[1]))
@@ -359,18 +361,6 @@ def _json_value(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def difference(name: str, before: Any, now: Any) -> str:
-    """How a fact differs from the one recorded: both values of a knob, or the names of files."""
-    if not isinstance(before, dict) and not isinstance(now, dict):
-        return f"{name} {_short(before)} -> {_short(now)}"
-    if name.endswith(" stage") and not now:
-        return f"{name} (its folder is gone)"
-    before, now = before or {}, now or {}
-    files = [file for file in sorted({*before, *now}) if before.get(file) != now.get(file)]
-    more = f" and {len(files) - 3} more" if files[3:] else ""
-    return f"{name} ({', '.join(files[:3])}{more})"
-
-
 def _is_built_on(name: str) -> bool:
     return name in _BUILT_ON or (name.startswith("the ") and name.endswith(" stage"))
 
@@ -393,7 +383,3 @@ def _digests_of_files(paths: Iterable[Path]) -> dict[str, str]:
 
 def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}" if names[1:] else names[0]
-
-
-def _short(value: Any) -> str:
-    return json.dumps(value)[:60]

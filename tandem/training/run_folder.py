@@ -46,6 +46,7 @@ from tandem.metrics.log import MetricLog, MutedLog
 from tandem.parallel.world import World
 from tandem.text import ignore_line
 from tandem.training.callbacks import Callback
+from tandem.training.differences import known_rows
 from tandem.training.lineage import lineage_of
 from tandem.training.model_card import write_models
 from tandem.training.own_folder import CHECKPOINTS, COMMAND_FILE, require_run_folder
@@ -175,6 +176,7 @@ class Run:
         self.rows = rows
         digests = [account.fingerprint for account in rows.ledger.datasets.values()]
         self.identity.note_rows(digests)
+        self.identity.known_rows = known_rows(self.path / "data.json", rows.ledger)
         told = self.world.all_gather_object((socket.gethostname(), digests))
         other = next((i for i, (_, theirs) in enumerate(told) if theirs != told[0][1]), None)
         if other is not None:

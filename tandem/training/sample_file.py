@@ -21,7 +21,7 @@ from tandem.errors import CheckpointError
 from tandem.files import lock, named, sync, write_all
 from tandem.files import replace as replace_file
 from tandem.text import visible
-from tandem.training.provenance import difference
+from tandem.training.differences import difference
 
 
 @dataclass
