@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.text import Text
 
-from tandem.data.tokenview import render, token_text
+from tandem.data.tokenview import TokenPieces, render, token_text
 from tandem.types import Message, PromptRow, Sample, Source, TokenRow
 
 HERE = Source("a", "a.jsonl", 1)
@@ -15,6 +15,8 @@ HERE = Source("a", "a.jsonl", 1)
 
 class Letters:
     """A tokenizer of one token per character; the end of text is token 0."""
+
+    all_special_ids = (0,)
 
     def decode(self, ids: Sequence[int], **kwargs: Any) -> str:
         return "".join(chr(i) for i in ids).lstrip(" ")  # like SentencePiece, drops a first space
@@ -91,5 +93,36 @@ def test_pieces_join_to_the_text(shared: Any) -> None:
         tokenizer = AutoTokenizer.from_pretrained(str(shared / folder))
         ids = tokenizer(words, add_special_tokens=False)["input_ids"]
         text = token_text(TokenRow(tuple(ids), (True,) * len(ids), HERE), tokenizer, ())
-        kept = "".join(c for c in text.plain if c.isascii())
-        assert kept.strip() == "".join(c for c in words if c.isascii()), folder
+        assert text.plain.strip() == words, folder
+        assert "".join(TokenPieces(tokenizer)(ids)).strip() == words, folder
+
+
+def test_a_character_of_several_tokens_is_whole_and_at_its_first(shared: Any) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(shared / "tokenizers/smollm2"))
+    ids = tokenizer("a \U0001f926\U0001f3fd b", add_special_tokens=False)["input_ids"]
+    pieces = TokenPieces(tokenizer)(ids)
+    assert len(pieces) == len(ids)
+    assert [piece for piece in pieces if piece] == ["a", " \U0001f926", "\U0001f3fd", " b"]
+    mask = tuple(place > 0 for place in range(len(ids)))
+    text = token_text(TokenRow(tuple(ids), mask, HERE), tokenizer, ())
+    assert styles(text) == {"dim": "a", "green": " \U0001f926\U0001f3fd b"}
+
+
+def test_bytes_that_are_no_character_stand_for_themselves(shared: Any) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(shared / "tokenizers/smollm2"))
+    half = tokenizer("\U0001f926", add_special_tokens=False)["input_ids"][:2]
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ids = (*half, end)
+    assert TokenPieces(tokenizer)(ids) == ["\ufffd", "\ufffd", "<|im_end|>"]
+    text = token_text(TokenRow(ids, (True,) * 3, HERE), tokenizer, (end,))
+    assert text.plain == "\ufffd\ufffd<|im_end|>"
+
+
+def test_the_middle_of_a_long_row_is_left_out_and_counted() -> None:
+    ids = tuple(ord(c) for c in "a" * 300 + "b" * 300)
+    text = token_text(TokenRow(ids, (True,) * 600, HERE), Letters(), (0,))  # type: ignore[arg-type]
+    assert text.plain == "a" * 200 + "\n[... 200 tokens left out ...]\n" + "b" * 200

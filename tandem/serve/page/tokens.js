@@ -65,7 +65,7 @@ export function tokenText(tokens, columns, measure, label = "Tokens of the answe
     span.classList.add("current");
     const parts = Object.keys(MEASURES).filter((name) => columns[name]?.length > index)
       .map((name) => `${MEASURES[name].label} ${short(columns[name][index], 4)}`);
-    show(readout, h("code", {}, JSON.stringify(tokens[index])), ` ${index + 1} of ${tokens.length}: ${parts.join(", ") || "no numbers"}`);
+    show(readout, tokens[index] === "" ? "(of the character before)" : h("code", {}, JSON.stringify(tokens[index])), ` ${index + 1} of ${tokens.length}: ${parts.join(", ") || "no numbers"}`);
   };
   const text = h("div", {
     class: "tokens", tabindex: 0, role: "group", dir: "auto", "aria-label": `${label}; the arrow keys show each token's numbers`,
