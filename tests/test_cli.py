@@ -71,7 +71,7 @@ def test_help_of_small_commands_has_groups_defaults_and_an_example(
         (("chat", "x", "--dtype", "int4"), "--dtype must be one of auto, fp32, bf16, fp16; got"),
         (("data", "check", "x", "--heldout", "7"), "dataset.heldout must be >= 0 and < 1; got 7"),
         (("data", "check", "x", "--max-tokens", "4"), "dataset.max_tokens must be >= 8; got 4"),
-        (("data", "check", "x", "--rows", "-3"), "--rows and --seed must be >= 0"),
+        (("data", "check", "x", "--rows", "-3"), "--rows must be >= 0; got -3"),
         (("eval", "x", "--prompts", "-3"), "--prompts must be >= 0; got -3"),
         (("chat",), "the following arguments are required: PATH"),
         (("chat", "/nowhere"), "/nowhere"),

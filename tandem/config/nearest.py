@@ -21,7 +21,7 @@ from tandem.config.spellings import (
 
 _WITHOUT_SECTION = """
     dataset.columns dataset.on_bad_row dataset.max_tokens dataset.max_prompt_tokens
-    dataset.chat_template
+    dataset.chat_template dataset.heldout
     sampling.max_new_tokens
     ppo.kl_coef ppo.reward_function ppo.ema ppo.ptx_data ppo.ptx_coef
     grpo.algorithm

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,14 +17,17 @@ from tandem.config.dataset import DataConfig
 from tandem.config.stages import DEFAULT, leaving
 from tandem.data.assign import ReadRow, assign
 from tandem.data.dataset import read_all
+from tandem.data.formats import OnBlank, Rows
 from tandem.data.grades import Mode
 from tandem.data.ledger import Ledger
 from tandem.data.own_template import read_template
+from tandem.data.progress import Progress
+from tandem.data.sources import DataSpec, read_rows
 from tandem.data.split import Split, opening, shares_among
 from tandem.data.tokenview import render, token_text
 from tandem.errors import DataError, ModelError
 from tandem.message import answer_text
-from tandem.text import first_line, visible
+from tandem.text import counted, first_line, visible
 from tandem.types import Sample
 
 if TYPE_CHECKING:
@@ -46,6 +50,8 @@ def check(
     grades: Mode = "auto",
     tokenizer_path: str = "",
     rows: int = 3,
+    measured: int = 0,
+    progress: Progress | None = None,
     console: Console | None = None,
 ) -> int:
     """Print what the data sets hold and what each stage would get; bad rows never stop it.
@@ -55,6 +61,8 @@ def check(
     escaped, so nothing in the data acts on the terminal.
 
     Args:
+        measured: rows whose tokens are counted, evenly spaced; 0: all.
+        progress: says on stderr what takes long.
         stages: those of the run. grades: how the reward model's stage learns graded answers.
     Returns:
         The exit code: 1 if a row was bad (or cannot be rendered), else 0.
@@ -62,9 +70,10 @@ def check(
         ConfigError, DataError: as `load_data`, except for bad rows.
         ModelError: the tokenizer cannot be loaded, or its chat template not be used.
     """
-    console = console or Console()
+    console, progress = console or Console(), progress or Progress()
     renderer, own = None, read_template(config.own_template)
     if tokenizer_path:
+        progress.begin(f"loading the tokenizer {visible(tokenizer_path)}", at_once=True)
         from tandem.data.own_template import put_template
         from tandem.data.render import Renderer
 
@@ -74,12 +83,21 @@ def check(
     split = Split(config.split or shares_among(stages), 0.0 if eval_data else config.heldout)
     ledger = Ledger()
     read = read_all(
-        replace(config, on_bad_row="drop"), data, sft_data, ledger, eval_data=eval_data, seed=seed
+        replace(config, on_bad_row="drop"),
+        data,
+        sft_data,
+        ledger,
+        eval_data=eval_data,
+        seed=seed,
+        read=partial(_counted_rows, progress),
     )
+    progress.begin(f"dividing {counted(len(read), 'row')}")
     lowest = config.lowest_imitated(scores=bool(leaving(stages, "reward model")))
     found = assign(read, split, ledger, seed=seed, stages=stages, grades=grades, lowest=lowest)
     if renderer is not None:
+        progress.begin("looking for control tokens in the rows")
         _note_rendering([row.sample for row in read], renderer, ledger)
+    progress.clear()
     _print_account(console, ledger, stages)
     lengths: dict[str, list[int]] = defaultdict(list)
     for row in read:
@@ -88,7 +106,18 @@ def check(
     _print_lengths(console, "characters", lengths)
     refused = 0
     if renderer is not None:
-        refused = _print_tokens(console, read, tokenizer, renderer, config, rows)
+        some = _evenly(read, measured)
+        progress.begin("rendering")
+        work = progress.over(some, len(some))
+        measures = _measure(work, renderer)
+        progress.clear()
+        first = measures
+        if len(some) < len(read):
+            first = _measure(_first_rows(read, rows), renderer)
+        shown = _first_rows(first.renderable, rows)
+        _print_tokens(console, shown, tokenizer, renderer)
+        _print_token_lengths(console, measures, config, len(read))
+        refused = len(measures.refused)
     else:
         for row in _first_rows(read, rows):
             _print_sample(console, row.sample)
@@ -256,28 +285,44 @@ def _shown(text: str) -> str:
     return visible(cut) + ("..." if len(text) > len(cut) else "")
 
 
-def _print_tokens(
-    console: Console,
-    read: Sequence[ReadRow],
-    tokenizer: PreTrainedTokenizerBase,
-    renderer: Renderer,
-    config: DataConfig,
-    rows: int,
-) -> int:
-    """Token lengths, rows over the limits, and samples by token; returns how many were refused."""
-    lengths: dict[str, list[int]] = defaultdict(list)
-    refused: list[str] = []
-    renderable = []
+@dataclass
+class _Measured:
+    """Token lengths by part, the rows that have them, and why others cannot be rendered."""
+
+    lengths: dict[str, list[int]]
+    renderable: list[ReadRow]
+    refused: list[str]
+
+
+def _evenly(read: Sequence[ReadRow], number: int) -> Sequence[ReadRow]:
+    """So many of the rows, evenly spaced; all of them if they are not more or `number` is 0."""
+    if not 0 < number < len(read):
+        return read
+    return [read[place * len(read) // number] for place in range(number)]
+
+
+def _measure(read: Iterable[ReadRow], renderer: Renderer) -> _Measured:
+    found = _Measured(defaultdict(list), [], [])
     for row in read:
         try:
             rendered = render(renderer, row.sample)
         except DataError as error:
-            refused.append(str(error))
+            found.refused.append(str(error))
             continue
-        renderable.append(row)
+        found.renderable.append(row)
         for part, tokens in rendered.items():
-            lengths[part].append(len(tokens))
-    for row in _first_rows(renderable, rows):
+            found.lengths[part].append(len(tokens))
+    return found
+
+
+def _print_tokens(
+    console: Console,
+    shown: Iterable[ReadRow],
+    tokenizer: PreTrainedTokenizerBase,
+    renderer: Renderer,
+) -> None:
+    """Samples by token."""
+    for row in shown:
         rendered = render(renderer, row.sample)
         for part, tokens in rendered.items():
             if part == "prompt" and len(rendered) > 1:
@@ -286,7 +331,18 @@ def _print_tokens(
             head = f"{visible(str(row.sample.source))} {part}: {len(tokens)} tokens"
             console.print(Text(f"\n{head}, {learned} learned", style="bold"))
             console.print(token_text(tokens, tokenizer, renderer.stop_token_ids))
+
+
+def _print_token_lengths(
+    console: Console, measured: _Measured, config: DataConfig, num_rows: int
+) -> None:
+    """Token lengths, rows over the limits, and rows that cannot be rendered."""
+    lengths, refused = measured.lengths, measured.refused
+    num_tried = len(measured.renderable) + len(refused)
     _print_lengths(console, "tokens (answers with their prompt)", lengths)
+    if num_tried < num_rows:
+        share = f"{num_tried:,} evenly spaced rows of {num_rows:,}"
+        console.print(Text(f"Tokens are those of {share}; --measured 0 counts all."))
     for part, values in lengths.items():
         knob = "max_prompt_tokens" if part == "prompt" else "max_tokens"
         limit = getattr(config, knob)
@@ -297,4 +353,9 @@ def _print_tokens(
         console.print(Text(f"cannot be rendered: {visible(message)}", style="red"))
     if refused:
         console.print(Text(f"rows that cannot be rendered: {len(refused)}", style="red"))
-    return len(refused)
+
+
+def _counted_rows(progress: Progress, spec: DataSpec, *, on_blank: OnBlank) -> Rows:
+    """A data set's rows, counted as they are read."""
+    progress.begin(f"reading {visible(spec.path)}")
+    return progress.over(read_rows(spec, on_blank=on_blank))

@@ -12,6 +12,9 @@ from tandem.config.stages import DEFAULT, stage_names
 from tandem.data.grades import Mode
 from tandem.errors import ConfigError
 
+_MEASURED = 2000
+"""Rows that are rendered to count their tokens: each takes a millisecond or more."""
+
 
 def data_command(args: Sequence[str]) -> int:
     """Run `tandem data check ARGS`; the exit code, 1 if a row is bad.
@@ -21,7 +24,8 @@ def data_command(args: Sequence[str]) -> int:
     """
     if list(args[:1]) not in (["check"], ["--help"], ["-h"], []):
         raise ConfigError(f"tandem data has one command, check; got {args[0]!r}.")
-    options = _data_parser().parse_args(args[1:] if args[:1] == ["check"] else ["--help"])
+    words = [_as_here(word) for word in args[1:]] if args[:1] == ["check"] else ["--help"]
+    options = _data_parser().parse_args(words)
     from tandem.data.check import check
 
     try:
@@ -47,8 +51,9 @@ def data_command(args: Sequence[str]) -> int:
         raise ConfigError(
             f"--grades must be one of {', '.join(get_args(Mode))}; got {options.grades!r}."
         )
-    if options.rows < 0 or options.seed < 0:
-        raise ConfigError(f"--rows and --seed must be >= 0; got {options.rows}, {options.seed}.")
+    numbers = {name: getattr(options, name) for name in ("rows", "seed", "measured")}
+    if wrong := [f"--{name} must be >= 0; got {n}" for name, n in numbers.items() if n < 0]:
+        raise ConfigError(f"{'; '.join(wrong)}.")
     return check(
         config,
         options.data,
@@ -59,7 +64,17 @@ def data_command(args: Sequence[str]) -> int:
         grades=options.grades,
         tokenizer_path=options.tokenizer,
         rows=options.rows,
+        measured=options.measured,
     )
+
+
+def _as_here(word: str) -> str:
+    """A flag as a run has it, `--dataset.heldout`, by its name here."""
+    head, mark, value = word.partition("=")
+    knob = head.removeprefix("--dataset.")
+    if knob == head:
+        return word
+    return f"--{'data-split' if knob == 'split' else knob.replace('_', '-')}{mark}{value}"
 
 
 def _data_parser() -> Parser:
@@ -91,6 +106,8 @@ def _data_parser() -> Parser:
     parser.flag("--rows N", "Rows to show of each data set.", 3)
     parser.section("tokens")
     parser.flag("--tokenizer PATH", tokenizer, shown="none")
+    measured = "Rows whose tokens are counted, evenly spaced; 0: all."
+    parser.flag("--measured N", measured, _MEASURED)
     template = "tokenizer (its own), a Jinja file, a folder with one, default or none."
     parser.flag("--chat-template FILE", template, TOKENIZERS_OWN, type=home_path)
     parser.flag("--max-tokens N", "The run's limit of a sequence.", 512)

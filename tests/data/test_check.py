@@ -13,6 +13,7 @@ from rich.console import Console
 from tandem.config.schema import DataConfig
 from tandem.data import render as render_room
 from tandem.data.check import check
+from tandem.data.check_command import data_command
 from tandem.errors import ConfigError, DataError, ModelError
 from tests.data.built_tokenizers import byte_level
 
@@ -202,3 +203,27 @@ def test_rows_that_look_rendered_are_noted(tmp_path: Path) -> None:
     code, text = run([data], tokenizer_path=str(tmp_path / "tokenizer"), rows=1)
     assert code == 0
     assert "note: the text spells control tokens <|im_end|>, <|im_start|>, encoded as" in text
+
+
+def test_tokens_of_evenly_spaced_rows_are_counted(tmp_path: Path, shared: Path) -> None:
+    tokenizer = str(shared / "tokenizers/smollm2")
+    path = write(tmp_path / "a.jsonl", ROWS)
+    _, text = run([path], tokenizer_path=tokenizer, measured=5, rows=2)
+    assert "Tokens are those of 5 evenly spaced rows of 20; --measured 0 counts all." in text
+    assert "a.jsonl:1 chosen" in text
+    assert "a.jsonl:2 chosen" in text
+    _, text = run([path], tokenizer_path=tokenizer, measured=0)
+    assert "evenly spaced" not in text
+
+
+def test_flags_of_a_run_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "a.jsonl", ROWS)
+
+    def told(*flags: str) -> str:
+        assert data_command(["check", path, "--stages", "sft", "dpo", *flags]) == 0
+        return capsys.readouterr().out
+
+    own = told("--heldout", "0.3", "--data-split", "1,1,0", "--rows", "0")
+    run_flags = ("--dataset.heldout=0.3", "--dataset.split", "1,1,0", "--rows", "0")
+    assert told(*run_flags) == own
+    assert told("--rows", "0") != own
