@@ -20,7 +20,7 @@ from tandem.data.dataset import read_all
 from tandem.data.formats import OnBlank, Rows
 from tandem.data.grades import Mode
 from tandem.data.ledger import Ledger
-from tandem.data.own_template import read_template
+from tandem.data.own_template import OwnTemplate, read_template
 from tandem.data.progress import Progress
 from tandem.data.sources import DataSpec, read_rows
 from tandem.data.split import Split, opening, shares_among
@@ -74,12 +74,7 @@ def check(
     renderer, own = None, read_template(config.own_template)
     if tokenizer_path:
         progress.begin(f"loading the tokenizer {visible(tokenizer_path)}", at_once=True)
-        from tandem.data.own_template import put_template
-        from tandem.data.render import Renderer
-
-        tokenizer = _load_tokenizer(tokenizer_path)
-        put_template(tokenizer, own)
-        renderer = Renderer(tokenizer, own=own)
+        tokenizer, renderer = _renderer_of(tokenizer_path, own)
     split = Split(config.split or shares_among(stages), 0.0 if eval_data else config.heldout)
     ledger = Ledger()
     read = read_all(
@@ -99,25 +94,11 @@ def check(
         _note_rendering([row.sample for row in read], renderer, ledger)
     progress.clear()
     _print_account(console, ledger, stages)
-    lengths: dict[str, list[int]] = defaultdict(list)
-    for row in read:
-        for part, text in _parts(row.sample).items():
-            lengths[part].append(len(text))
-    _print_lengths(console, "characters", lengths)
+    _print_characters(console, read)
     refused = 0
     if renderer is not None:
         some = _evenly(read, measured)
-        progress.begin("rendering")
-        work = progress.over(some, len(some))
-        measures = _measure(work, renderer)
-        progress.clear()
-        first = measures
-        if len(some) < len(read):
-            first = _measure(_first_rows(read, rows), renderer)
-        shown = _first_rows(first.renderable, rows)
-        _print_tokens(console, shown, tokenizer, renderer)
-        _print_token_lengths(console, measures, config, len(read))
-        refused = len(measures.refused)
+        refused = _check_tokens(console, progress, read, some, tokenizer, renderer, config, rows)
     else:
         for row in _first_rows(read, rows):
             _print_sample(console, row.sample)
@@ -126,6 +107,14 @@ def check(
     _print_grades(console, read, found.grades if leaving(stages, "reward model") else "")
     _print_shared(console, read)
     return 1 if ledger.num_dropped or refused else 0
+
+
+def _print_characters(console: Console, read: Sequence[ReadRow]) -> None:
+    lengths: dict[str, list[int]] = defaultdict(list)
+    for row in read:
+        for part, text in _parts(row.sample).items():
+            lengths[part].append(len(text))
+    _print_lengths(console, "characters", lengths)
 
 
 def _print_account(console: Console, ledger: Ledger, stages: Sequence[str]) -> None:
@@ -154,6 +143,15 @@ def _note_rendering(samples: Sequence[Sample], renderer: Renderer, ledger: Ledge
 
     note_spelled(samples, renderer, ledger)
     note_unshown(samples, renderer, ledger)
+
+
+def _renderer_of(path: str, own: OwnTemplate | None) -> tuple[PreTrainedTokenizerBase, Renderer]:
+    from tandem.data.own_template import put_template
+    from tandem.data.render import Renderer
+
+    tokenizer = _load_tokenizer(path)
+    put_template(tokenizer, own)
+    return tokenizer, Renderer(tokenizer, own=own)
 
 
 def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -313,6 +311,27 @@ def _measure(read: Iterable[ReadRow], renderer: Renderer) -> _Measured:
         for part, tokens in rendered.items():
             found.lengths[part].append(len(tokens))
     return found
+
+
+def _check_tokens(
+    console: Console,
+    progress: Progress,
+    read: Sequence[ReadRow],
+    some: Sequence[ReadRow],
+    tokenizer: PreTrainedTokenizerBase,
+    renderer: Renderer,
+    config: DataConfig,
+    rows: int,
+) -> int:
+    """Print the first rows by token and the lengths of `some`; how many cannot be rendered."""
+    progress.begin("rendering")
+    measures = first = _measure(progress.over(some, len(some)), renderer)
+    progress.clear()
+    if len(some) < len(read):
+        first = _measure(_first_rows(read, rows), renderer)
+    _print_tokens(console, _first_rows(first.renderable, rows), tokenizer, renderer)
+    _print_token_lengths(console, measures, config, len(read))
+    return len(measures.refused)
 
 
 def _print_tokens(

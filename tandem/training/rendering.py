@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -29,6 +31,8 @@ from tandem.types import (
     TokenRow,
 )
 
+MEASURING = " (measuring)"
+"""Behind notes on rows that are held out: a metric has no room for them."""
 ANSWER_BY_ANSWER = "a row for each answer: the chat template rewrites earlier ones"
 Row = TypeVar("Row", TokenRow, PairRow, RankedRow, LabelledRow, GradedRow, PromptRow)
 Judged = PairRow | RankedRow | GradedRow
@@ -71,12 +75,17 @@ def _render(work: _Work, renderer: RendersRows) -> Any:
 class Rendering:
     """Renders samples. Those that do not fit are entered in the ledger under their use; without a
     use (held-out rows) they are only noted, since another metric may have room for them. `room` is
-    the most tokens of a row that the evaluated model can take."""
+    the most tokens of a row that the evaluated model can take.
+
+    Attributes:
+        lengths: tokens of every row that has a use, by use, before it is made to fit.
+    """
 
     def __init__(self, config: RunConfig, ledger: Ledger) -> None:
         self.config = config
         self.dataset = config.dataset
         self.ledger = ledger
+        self.lengths: dict[str, array[int]] = defaultdict(lambda: array("q"))
         self._rejection = ""
         self._measured: set[tuple[Source, str]] = set()
 
@@ -292,6 +301,8 @@ class Rendering:
                     self._note(sample, use, Fitted(None, "dropped", self._rejected(error)))
                     continue
                 made = rendered if isinstance(rendered, tuple) else (rendered,)
+                if use is not None and not isinstance(rendered, Sample):
+                    self.lengths[use].extend(map(len, made))
                 fitted = [_within(room, form.fit(row)) for row in made]
                 if len(made) > 1:
                     self._remark(sample.sources, use, ANSWER_BY_ANSWER)
@@ -320,7 +331,7 @@ class Rendering:
 
     def _remark(self, sources: Sequence[Source], use: str | None, remark: str) -> None:
         """Note something of rows that are not dropped for it."""
-        note = f"{remark} ({use or 'measuring'})"
+        note = f"{remark} ({use})" if use else f"{remark}{MEASURING}"
         for source in sources:
             if use is None:  # a held-out row is measured in several ways
                 if (source, note) in self._measured:

@@ -52,6 +52,7 @@ from tandem.training.compare import compare, is_compared
 from tandem.training.conversation_trial import check_environment
 from tandem.training.forecast import Forecast
 from tandem.training.given import GivenModel, Rows, digest_of_module, with_given
+from tandem.training.left_out import left_out_lines
 from tandem.training.own_templates import settle_template
 from tandem.training.planned_steps import planned_steps
 from tandem.training.policy_trial import check_policy_functions
@@ -67,7 +68,7 @@ from tandem.training.reward_model import has_policy
 from tandem.training.run_folder import Run
 from tandem.training.run_report import report, report_at_a_stop
 from tandem.training.shares import settle_shares
-from tandem.training.stage_data import StepRows, prepare_rows
+from tandem.training.stage_data import StepRows, positions, prepare_rows
 from tandem.training.stage_loop import StageJob, run_stage
 from tandem.training.trained_tokens import token_lines
 
@@ -202,7 +203,8 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
     print_line(f"reading {', '.join((*config.data, *config.sft_data, *config.eval_data))}")
     rows = prepare_rows(config, *tokenizer_sources(run))
     run.note_data(rows)
-    for line in ledger_lines(rows):
+    room = positions(tokenizer_sources(run)[0], config)
+    for line in ledger_lines(rows) + left_out_lines(config, rows.ledger, rows.lengths, room):
         print_line(line)
     unfinished = _unfinished(run)
     if unfinished:

@@ -46,6 +46,7 @@ from tandem.text import ignore_line, visible
 from tandem.training.conversation_trial import check_environment
 from tandem.training.conversations import ConversationSource, conversation_source, given_turns
 from tandem.training.experience import score_answers
+from tandem.training.left_out import left_out_lines
 from tandem.training.preflight import answers_too_long, columns_problems
 from tandem.training.provenance import Identity
 from tandem.training.reward_function import check_rewards, columns_given, rewards_of
@@ -116,7 +117,8 @@ def _prompts(config: RunConfig, world: World, say: Callable[[str], None]) -> Ste
             verify_beside(folder, world=world)
     say(f"reading {', '.join(config.data)}")
     rows = prepare_rows(config, config.actor_model, reward or config.actor_model, shuffle=False)
-    for line in ledger_lines(rows):
+    limit = positions(config.actor_model, config)
+    for line in ledger_lines(rows) + left_out_lines(config, rows.ledger, rows.lengths, limit):
         say(line)
     if not rows.prompts:
         told = [
@@ -125,7 +127,6 @@ def _prompts(config: RunConfig, world: World, say: Callable[[str], None]) -> Ste
         ]
         raise ConfigError(". ".join([*told, "See the data account above"]))
     longest, new = max(map(len, rows.prompts)), config.sampling.max_new_tokens
-    limit = positions(config.actor_model, config)
     problems = answers_too_long(longest, new, limit)
     if reward:
         new = answer_tokens(config, longest, limit)

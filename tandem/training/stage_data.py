@@ -5,8 +5,8 @@ Every row that is too long for its stage is entered in the ledger.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -49,6 +49,7 @@ class StepRows:
     the tokens of the latter, `dpo_pairs` and `labelled` (which also has each pair as two answers)
     of the former. judges: the renderers of reward models that read the policy's answers as text, by
     templates of their own. grades: how `pairs` has graded answers: as rankings, or one by one.
+    lengths: tokens of the rows for each use, also of those that are too long.
     Prompts are shuffled, so that the first few are from all data sets.
     """
 
@@ -72,6 +73,7 @@ class StepRows:
     heldout_prompts: list[PromptRow]
     ptx: list[TokenRow]
     heldout_ptx: list[TokenRow]
+    lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def of(self, stage: Stage) -> Sequence[TokenRow | Judged | LabelledRow | PromptRow]:
         """The rows that a stage trains on."""
@@ -145,10 +147,7 @@ def prepare_rows(config: RunConfig, policy: str, reward: str, *, shuffle: bool =
     prompt_room = None if room is None else room - config.sampling.max_new_tokens
     stages = in_order(config.stages)
     shares = {stage.share for stage in stages}
-    # A reward model reads pairs with its own tokenizer, a policy (DPO, KTO) with its own.
-    readers = {
-        "labels" if stage.labelled else stage.leaves for stage in stages if stage.share == "pairs"
-    }
+    readers = _readers_of_pairs(stages)
     ptx = _mixed_in(config, data.ledger, scores=scores)
     rows = (*data.texts, *data.pairs, *data.prompts, *data.heldout, *ptx.texts, *ptx.heldout)
     note_spelled(rows, renderer, data.ledger)
@@ -189,7 +188,16 @@ def prepare_rows(config: RunConfig, policy: str, reward: str, *, shuffle: bool =
         ),
         ptx=render.texts(ptx.texts, renderer, "ptx"),
         heldout_ptx=render.texts(ptx.heldout, renderer, None, room),
+        lengths=render.lengths,
     )
+
+
+def _readers_of_pairs(stages: Sequence[Stage]) -> set[str]:
+    """What pairs are rendered for: a reward model reads them with its own tokenizer, a policy (DPO,
+    KTO) with its own."""
+    return {
+        "labels" if stage.labelled else stage.leaves for stage in stages if stage.share == "pairs"
+    }
 
 
 def _judges(
