@@ -265,20 +265,29 @@ class Scheduler:
         self.leave(request)
         return True
 
-    def withdraw(self, request: Request) -> None:
-        """Forget a request that waits."""
+    def withdraw(self, request: Request) -> Group | None:
+        """Forget a request that waits.
+
+        Returns:
+            Its group, if the prompt was let in and no other sample waits: `end` it as soon as
+            those that came in have begun, which need what it leaves in its blocks and slot.
+        """
         self._is_stuck = False
         for group in self._queue:
             if request in group.waiting:
                 group.waiting.remove(request)
                 self.num_waiting -= 1
                 if not group.waiting:
-                    # Samples that came in before may still be waiting for what the prompt leaves
-                    # in its blocks and slot, which nobody takes before they have begun.
-                    self.pool.release(group.blocks)
-                    self._release_state(group.state)
                     self._queue.remove(group)
-                return
+                    return group if group.blocks else None
+                break
+        return None
+
+    def end(self, group: Group) -> None:
+        """A prompt of which no sample is to come in any more gives back what is its own."""
+        self.pool.release(group.blocks)
+        self._release_state(group.state)
+        self._is_stuck = False
 
     def _fits_with_prompt(self, group: Group, found: Sequence[int]) -> bool:
         needed = blocks_needed(len(group.prompt), group.waiting[0].limit, len(group.waiting))

@@ -29,6 +29,7 @@ from tandem.generation.runner import new_memory
 from tandem.generation.runners import make_runner
 from tandem.generation.scheduler import (
     Entry,
+    Group,
     PrefixCounts,
     Request,
     Scheduler,
@@ -105,6 +106,7 @@ class Session:
         )
         self._prompts = Prefill(memory, model, prefill_tokens, chunk_tokens, snapshots)
         self._entries: deque[Entry] = deque()  # requests whose prompts were let in
+        self._ending: list[Group] = []  # prompts of which no more samples are to come in
         self._stop_token_ids = frozenset(stop_token_ids)
         self._record = record
         self._late = model.device.type == "cuda" if late is None else late
@@ -165,7 +167,9 @@ class Session:
             return
         entry = next((entry for entry in self._entries if entry.request is request), None)
         if entry is None:
-            self._scheduler.withdraw(request)
+            if (group := self._scheduler.withdraw(request)) is not None:
+                self._ending.append(group)
+                self._end_prompts()
             return
         samples = sum(other.group is entry.group for other in self._entries)
         if samples == 1 and entry.group in self._prompts.groups and self._scheduler.drop(entry):
@@ -186,6 +190,7 @@ class Session:
             self._prompts.run(self.runner, self._keeper, beside_rows=bool(self.rows.requests))
             if self._let_in():
                 drawn += self._look()
+            self._end_prompts()
         if self.rows.requests:
             live = self.rows.live
             logits = self.runner.decode(
@@ -246,6 +251,17 @@ class Session:
             self._keeper.entered(ready)
         self._draw(logits, part)
         return True
+
+    def _end_prompts(self) -> None:
+        """Free what prompts have that nobody waits for any more, once they have been run and their
+        samples have begun."""
+        if not self._ending:
+            return
+        held = {id(group) for group in self._prompts.groups}
+        held |= {id(entry.group) for entry in self._entries}
+        for group in [group for group in self._ending if id(group) not in held]:
+            self._scheduler.end(group)
+            self._ending.remove(group)
 
     def _leave_trails(self, requests: Sequence[Request]) -> None:
         """Copy the states of rows that have come to the end of a block, for who begins with it."""

@@ -440,3 +440,40 @@ def test_slots_are_counted_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     made.close()
     with pytest.raises(GenerationError, match="less 0 MiB"):
         Conversations(model, STOPS, slots=1, max_tokens=10**6)
+
+
+@pytest.mark.parametrize("tokens", [10, 13])
+@pytest.mark.parametrize("cancelled", [slice(0, 2), slice(1, 2)], ids=["both", "who waits"])
+def test_samples_that_leave_while_their_prompt_runs_keep_its_slot_till_it_has_run(
+    tokens: int, cancelled: slice
+) -> None:
+    """An answer beside it takes a slot for its trail just then."""
+    model = hybrid("bamba")
+    drawn = random.Random(tokens)
+    first, long = ([drawn.randrange(5, 90) for _ in range(n)] for n in (tokens, 96))
+    more = [drawn.randrange(5, 90) for _ in range(5)]
+    sampling = SamplingConfig(max_new_tokens=20)
+
+    def alone(prompt: list[int], seed: int) -> list[int]:
+        with Conversations(model, STOPS, slots=2, max_tokens=250, share_prefixes=False) as talk:
+            handle = talk.submit(prompt, sampling, seed=seed)
+            while talk.busy:
+                talk.step()
+            return list(handle.token_ids)
+
+    with Conversations(model, STOPS, slots=2, max_tokens=250, chunk_tokens=16) as talk:
+        beside = talk.submit(first, sampling, seed=1)
+        talk.step()
+        samples = talk.submit_samples(long, sampling, seed=2, samples=2)
+        talk.step()
+        for handle in samples[cancelled]:
+            talk.cancel(handle)
+        while talk.busy:
+            talk.step()
+        turn = [*first, *beside.token_ids, *more]
+        later = [talk.submit(turn, sampling, seed=3), talk.submit([*long, *more], sampling, seed=4)]
+        while talk.busy:
+            talk.step()
+    assert list(beside.token_ids) == alone(first, 1)
+    assert list(later[0].token_ids) == alone(turn, 3)
+    assert list(later[1].token_ids) == alone([*long, *more], 4)
