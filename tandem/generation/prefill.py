@@ -61,9 +61,8 @@ class Prefill:
                 group.computed += count
                 left -= count
             self._forward(runner, keeper, part)
-            for group, _, _ in part:
-                if group.computed == len(group.prompt):
-                    self.groups.remove(group)
+            done = {id(group) for group, _, _ in part if group.computed == len(group.prompt)}
+            self.groups = deque(group for group in self.groups if id(group) not in done)
 
     def _next_part(self, left: float) -> list[Piece]:
         """What the next forward runs, of the tokens that a step may still run: of each prompt what
@@ -74,26 +73,27 @@ class Prefill:
         for group in self.groups:
             if group.source in awaited:
                 continue
-            count = self._next_tokens(group, left)
-            if part and (left <= 0 or total + count > self._run_tokens):
-                break
-            part.append((group, group.computed, count))
-            total += count
-            rest = len(group.prompt) - group.computed - count
-            left -= count + rest
-            if rest and not self._memory.num_slots:
-                break  # those behind it may share what it is yet to compute
+            start, length = group.computed, len(group.prompt)
+            while start < length:
+                count = self._next_tokens(group, start, left)
+                if part and (left <= 0 or total + count > self._run_tokens):
+                    return part
+                part.append((group, start, count))
+                start, total, left = start + count, total + count, left - count
+                if self._memory.num_slots:  # states go on in the next forward
+                    left -= length - start
+                    break
         return part
 
-    def _next_tokens(self, group: Group, left: float) -> int:
-        """How many tokens of a prompt to run next, of those that a step may still run."""
-        remaining = len(group.prompt) - group.computed
+    def _next_tokens(self, group: Group, start: int, left: float) -> int:
+        """How many tokens of a prompt from `start` on to run, of those that a step may still."""
+        remaining = len(group.prompt) - start
         count = int(min(remaining, left, self._prefill_tokens))
         if count < remaining:  # parts end where blocks do
             count = max(1, count // BLOCK_TOKENS) * BLOCK_TOKENS
             count = min(count, remaining)
         if group.stops:
-            count = min(count, group.stops[0].end - group.computed)
+            count = min(count, group.stops[0].end - start)
         return count
 
     def _forward(self, runner: Runner, keeper: StateKeeper | None, parts: Sequence[Piece]) -> None:
