@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from tandem.models.folder import is_equal, read_headers
-from tandem.models.text_families import IMAGE_ROWS, equal_config, holder
+from tandem.models.text_families import IMAGE_ROWS, equal_config, has_equal, holder
 
 _DECODER = r"^(?:thinker\.)?(?:model\.)?(?:language_model|text_model)\."
 _OWN = r"^(?:thinker\.)?(?=(?:model|lm_head|score)\.)"
@@ -99,7 +99,7 @@ def text_part(config: PreTrainedConfig, folder: Path | None) -> PreTrainedConfig
     return text
 
 
-def decoder_names(stored: Iterable[str], own: Iterable[str]) -> dict[str, str]:
+def decoder_names(stored: Iterable[str], own: Iterable[str], family: str = "") -> dict[str, str]:
     """The names that tensors of files have in a model, each with its name in the files.
 
     Where files have the decoder beside other parts, these are its names without that, its layers
@@ -107,9 +107,10 @@ def decoder_names(stored: Iterable[str], own: Iterable[str]) -> dict[str, str]:
 
     Args:
         stored: names in the files. own: the model's.
+        family: of the model with other parts that config.json tells of; "" if it tells of none.
     """
     stored, own = list(stored), list(own)
-    if not is_beside_parts(stored) or is_beside_parts(own):
+    if not is_beside_parts(stored, family) or is_beside_parts(own):
         return {name: name for name in stored}
     decoder = _DECODER if any(re.match(_DECODER, name) for name in stored) else _OWN
     found = {re.sub(decoder, "", name): name for name in stored if re.match(decoder, name)}
@@ -188,17 +189,21 @@ def is_transposed(name: str, stored: tuple[int, ...], own: tuple[int, ...]) -> b
     return experts and stored != own and (stored[0], *reversed(stored[1:])) == own
 
 
-def has_image_rows(name: str, stored: tuple[int, ...], own: tuple[int, ...]) -> bool:
-    """Whether files have rows of tokens for images behind an embedding's own, which the vocabulary
-    head has no outputs for, as Llama 3.2 Vision's do. Arguments as for `is_transposed`."""
+def has_image_rows(name: str, stored: tuple[int, ...], own: tuple[int, ...], family: str) -> bool:
+    """Whether files of a family have rows of tokens for images behind an embedding's own, which the
+    vocabulary head has no outputs for, as Llama 3.2 Vision's do. Arguments as for `is_transposed`.
+    """
     if not name.endswith("embed_tokens.weight") or stored[1:] != own[1:]:
         return False
-    return stored[0] - own[0] in IMAGE_ROWS.values()
+    return family in IMAGE_ROWS and stored[0] - own[0] == IMAGE_ROWS[family]
 
 
-def is_other_form(name: str, stored: tuple[int, ...], own: tuple[int, ...]) -> bool:
-    """Whether files have a parameter in one of these forms. Arguments as for `is_transposed`."""
-    return is_transposed(name, stored, own) or has_image_rows(name, stored, own)
+def is_other_form(name: str, stored: tuple[int, ...], own: tuple[int, ...], family: str) -> bool:
+    """Whether files of a family with other parts have a parameter in one of these forms. Arguments
+    as for `is_transposed`."""
+    if not has_equal(family):
+        return False
+    return is_transposed(name, stored, own) or has_image_rows(name, stored, own, family)
 
 
 def _renumbered(name: str, numbers: Sequence[int]) -> str:
@@ -211,16 +216,17 @@ def _renumbered(name: str, numbers: Sequence[int]) -> str:
     return f"{name[: found.start(1)]}{numbers.index(int(found[1]))}{name[found.end(1) :]}"
 
 
-def is_beside_parts(stored: Iterable[str]) -> bool:
-    """Whether files have the decoder under the name that it has beside other parts, or such parts
-    beside it."""
-    return any(re.match(_DECODER, name) or name.startswith(_PARTS) for name in stored)
+def is_beside_parts(stored: Iterable[str], family: str = "") -> bool:
+    """Whether files have the decoder under the name that it has beside other parts, or, of a family
+    that has them, such parts beside it."""
+    parts = _PARTS if has_equal(family) else ()
+    return any(re.match(_DECODER, name) or name.startswith(parts) for name in stored)
 
 
-def other_parts(stored: Iterable[str]) -> set[str]:
-    """The names of tensors in files that are not the decoder's."""
+def other_parts(stored: Iterable[str], family: str = "") -> set[str]:
+    """The names of tensors in files that are not the decoder's. `family` as for `decoder_names`."""
     stored = set(stored)
-    return stored - set(decoder_names(stored, ()).values())
+    return stored - set(decoder_names(stored, (), family).values())
 
 
 def _has_own_head(folder: Path) -> bool:

@@ -163,8 +163,9 @@ def load_weights(
     """
     _refuse_pickle(source)
     names = read_names(source)
-    others = other_parts(names)
-    is_named_otherwise = bool(others or (whole_family(source) and is_beside_parts(names)))
+    family = whole_family(source)
+    others = other_parts(names, family)
+    is_named_otherwise = bool(others or (family and is_beside_parts(names, family)))
     kind: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     stored = config.dtype  # what makes a model writes the type that it is told into the config
     tensors = None if scalar else read_rewritten(source, config, dtype)
@@ -243,9 +244,10 @@ def _require_sizes(
     except Exception:  # no model of this config: the error tells more
         return
     own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    for name, key in decoder_names(files, own).items():
+    family = whole_family(source)
+    for name, key in decoder_names(files, own, family).items():
         shape = own.get(name, files[key])
-        if shape != files[key] and not is_other_form(name, files[key], shape):
+        if shape != files[key] and not is_other_form(name, files[key], shape, family):
             raise ModelError(
                 f"weights of {source.name!r} must have the sizes that config.json says; got {name} "
                 f"of {files[key]} instead of {shape}. Correct config.json, or save the model "

@@ -24,8 +24,7 @@ from tandem.models.checkpoint_ref import CheckpointRef
 from tandem.models.classifiers import one_output, take_backbone
 from tandem.models.composite import (
     decoder_names,
-    has_image_rows,
-    is_beside_parts,
+    is_other_form,
     is_transposed,
 )
 from tandem.models.folder import incomplete, is_equal, read_headers, read_index
@@ -33,7 +32,7 @@ from tandem.models.load import open_decoder, take_generation_config
 from tandem.models.lora import SCALAR_HEAD, scalar_head
 from tandem.models.quantized import PackedWeight, Pieces
 from tandem.models.scalar import has_scalar_head
-from tandem.models.source import files_of, keep_layer_numbers, keep_saved_dtype
+from tandem.models.source import files_of, keep_layer_numbers, keep_saved_dtype, whole_family
 from tandem.models.validate_checkpoint import is_finite
 
 _HEAD = f"{SCALAR_HEAD}."
@@ -42,9 +41,11 @@ _HEAD = f"{SCALAR_HEAD}."
 class WeightFiles:
     """The safetensors files of a model folder, read row by row."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, family: str = "") -> None:
         """Reads only names and shapes.
 
+        Args:
+            family: of the model with image or audio parts that they are of; "": of none.
         Raises:
             ModelError: the files are damaged, or not those of the index.
         """
@@ -57,7 +58,7 @@ class WeightFiles:
         self._files = {name: folder / file for name, file in listed.items()}
         self._stored = {name: headers[file, name] for name, file in listed.items()}
         self.shapes = {name: headers[file, name].shape for name, file in listed.items()}
-        self.are_beside_parts = is_beside_parts(self.shapes)
+        self.family = family
         self._transposed: set[str] = set()
 
     def fit(self, name: str, key: str, shape: tuple[int, ...]) -> bool:
@@ -67,12 +68,11 @@ class WeightFiles:
             name: of the parameter. key: of the tensor. shape: of the parameter.
         """
         stored = self.shapes[key]
-        if stored == shape or not self.are_beside_parts:
+        if stored == shape or not is_other_form(name, stored, shape, self.family):
             return stored == shape
         if is_transposed(name, stored, shape):
             self._transposed.add(key)
-            return True
-        return has_image_rows(name, stored, shape)
+        return True
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         """Rows `first` to `last` of a tensor, float32."""
@@ -113,7 +113,7 @@ class MetaModel:
         self._buffers = {name for name, _ in model.named_buffers() if name in state}
         shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
         shapes |= {name: tuple(state[name].shape) for name in self._buffers}
-        stored = decoder_names(files.shapes, shapes)
+        stored = decoder_names(files.shapes, shapes, files.family)
         without: list[str] = []
         for name, shape in shapes.items():
             names = [stored[n] for n in (name, name.removeprefix(prefix)) if n in stored]
@@ -246,7 +246,7 @@ def _empty(
     source, config = opened.base, opened.config
     if opened.adapter is not None:
         return None
-    files = WeightFiles(files_of(source))
+    files = WeightFiles(files_of(source), whole_family(source))
     stored = config.dtype
     if scalar and config.num_labels != 1:
         one_output(config)

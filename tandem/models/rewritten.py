@@ -29,13 +29,14 @@ def read_rewritten(
     Raises:
         ModelError: a file is damaged.
     """
-    if not has_equal(whole_family(source)):
+    family = whole_family(source)
+    if not has_equal(family):
         return None
     files = {tensor.name: tensor for tensor in read_headers(files_of(source))}
     model = build_model(config, on_meta=True)
     own = {name: tuple(value.shape) for name, value in model.named_parameters()}
     prefix = f"{model.base_model_prefix}."
-    names = decoder_names(files, own)
+    names = decoder_names(files, own, family)
     keys = {name if name in own else f"{prefix}{name}": key for name, key in names.items()}
     pairs = [(name, files[key].shape, own.get(name, ())) for name, key in keys.items()]
     if not layer_numbers(files) and not any(is_transposed(*pair) for pair in pairs):
@@ -46,7 +47,7 @@ def read_rewritten(
             tensor: Tensor = opened.get_tensor(keys[name])
         if is_transposed(name, stored, shape):
             tensor = tensor.transpose(1, 2)
-        elif has_image_rows(name, stored, shape):
+        elif has_image_rows(name, stored, shape, family):
             tensor = tensor[: shape[0]]
         # A copy, because the file may be replaced while the model is in use.
         found[name] = torch.empty(tensor.shape, dtype=dtype).copy_(tensor)

@@ -20,8 +20,9 @@ class _Equal:
     """What a decoder equals.
 
     family: whose class it is loaded by. settings: fields of that family's config which the decoder
-    has no choice of. renamed: fields that it calls otherwise. more: fields that the family's config
-    takes without declaring them. rope: what rope_parameters mean where they do not say.
+    has no choice of. renamed: fields that it calls otherwise, to its names. more: fields that the
+    family's config takes without declaring them. rope: what rope_parameters mean where they do not
+    say.
     """
 
     family: str
@@ -49,14 +50,14 @@ _EQUAL = {
     ),
     "qwen3_omni_moe": _QWEN3_MOE,
     "qwen3_omni_moe_thinker": _QWEN3_MOE,
-    "mllama": _Equal("llama", renamed={"dropout": "attention_dropout"}),
+    "mllama": _Equal("llama", renamed={"attention_dropout": "dropout"}),
     "emu3": _Equal("llama"),
     "glm4v": _GLM4,
     "glm46v": _GLM4,
     "glmga": _GLM4,
     "glm_ocr": _Equal("glm4", {"attention_bias": False}, rope=_WHOLE_HEADS),
-    "glm4v_moe": _Equal("glm4_moe"),
-    "paddleocr_vl": _Equal("llama", renamed={"use_bias": "attention_bias"}),
+    "glm4v_moe": _Equal("glm4_moe", {"use_qk_norm": False}),
+    "paddleocr_vl": _Equal("llama", renamed={"attention_bias": "use_bias", "mlp_bias": "use_bias"}),
     "granite4_vision": _Equal("granite"),
     "granite_docling": _Equal("granite"),
 }
@@ -98,7 +99,7 @@ def equal_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
     }
     if hasattr(kind, "head_dim") and "head_dim" not in settings:
         settings["head_dim"] = settings["hidden_size"] // settings["num_attention_heads"]
-    settings |= {name: given[old] for old, name in equal.renamed.items()} | dict(equal.settings)
+    settings |= {name: given[old] for name, old in equal.renamed.items()} | dict(equal.settings)
     rope = {name: value for name, value in text.rope_parameters.items() if name not in _OF_IMAGES}
     if rope.get("rope_type") == "mrope":
         rope["rope_type"] = "default"

@@ -47,25 +47,28 @@ def config_of(name: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or f"no JSON ({error})"
         raise ModelError(f"{file} must be a model's config; got: {why}.") from None
-    if config.keys() & _OTHER_PARTS and (text := _decoder_of(file)):
+    if config.keys() & _OTHER_PARTS and (text := _decoder_of(file, config)):
         return text
     if "num_hidden_layers" not in config and isinstance(config.get("text_config"), dict):
         config = {"model_type": config.get("model_type"), **config["text_config"]}
     return dict(config)
 
 
-def _decoder_of(file: Path) -> dict[str, Any]:
+def _decoder_of(file: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of the family that a model's text decoder equals; {} if it equals none.
 
     Args:
-        file: the model's config.json.
+        file: the model's config.json. config: what it holds.
     Raises:
         ModelError: transformers cannot read it.
     """
+    from tandem.models.text_families import equal_config, has_equal
+
+    if not has_equal(str(config.get("model_type"))):
+        return {}
     from transformers import AutoConfig
 
     from tandem.models.composite import text_part
-    from tandem.models.text_families import equal_config
 
     try:
         whole = AutoConfig.from_pretrained(file.parent)
