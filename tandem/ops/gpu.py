@@ -62,6 +62,8 @@ def launch_fault() -> str:
         from tandem.ops.probe_gpu import launched  # imports Triton
 
         fault = "" if launched() else "a kernel did not write what it should"
+    except torch.OutOfMemoryError:
+        raise  # which says nothing of Triton
     except Exception as error:  # of Triton, of a compiler or of the driver
         fault = named_line(error)
     if not fault:

@@ -287,11 +287,12 @@ def _kept_at(device: str) -> Path:
 def _gpus() -> str:
     """What tells GPUs, without loading torch; empty where torch has none to use."""
     torch = importlib.metadata.version("torch")
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     found = sorted(str(path) for path in _DEVICES.glob("nvidia[0-9]*"))
-    found += [str(path) for path in _DEVICES.glob("kfd")]  # AMD's
-    if not found or torch.endswith("+cpu"):
+    found += [str(path) for name in ("kfd", "dxg") for path in _DEVICES.glob(name)]  # AMD's, WSL's
+    if not found or torch.endswith("+cpu") or seen in ("", "-1"):
         return ""
-    return f"{torch} {' '.join(found)} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
+    return f"{torch} {' '.join(found)} {seen or ''}"
 
 
 def _user_cache() -> Path:

@@ -261,6 +261,7 @@ def test_a_machine_is_kept_unless_it_is_busy(
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0+cu130")
     assert machine.known_machine() is not None
     (tmp_path / "nvidia0").touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert machine.known_machine() is None
     assert machine.known_machine("cpu") is not None
     card = replace(CPU, kind="gpu", memory=8e10)
