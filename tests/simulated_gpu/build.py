@@ -36,7 +36,8 @@ def library() -> Path:
     if not made.exists():
         made.parent.mkdir(parents=True, exist_ok=True)
         part = made.with_suffix(f".{os.getpid()}")
-        subprocess.run([*command, "-o", str(part)], check=True)
+        if subprocess.run([*command, "-o", str(part)]).returncode:
+            sys.exit(f"{compiler} could not build {SOURCE.name}; see above")
         part.replace(made)
     return made
 

@@ -1,5 +1,5 @@
-"""What has no CPU kernel in torch: flash attention over sequences of any length, and Triton's
-launches, by Triton's interpreter."""
+"""What has no CPU kernel in torch: flash attention over sequences of any length, histograms of
+whole numbers, and Triton's launches, by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def install() -> None:
     """From now on the device has them."""
     _ATEN.impl("_flash_attention_forward", _flash, "CUDA")
     _ATEN.impl("_flash_attention_backward", _flash_backward, "CUDA")
+    _ATEN.impl("histc", _histc, "CUDA")
     if os.environ.get("TRITON_INTERPRET") == "1":
         _interpret()
 
@@ -60,6 +61,11 @@ def _flash_backward(
     with ThreadPoolExecutor(1) as other:  # autograd is off in this one, inside an operation
         found = other.submit(work).result()
     return tuple(x.to(query.dtype).to(query.device) for x in found)
+
+
+def _histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    """Of whole numbers too, which torch's CPU kernel does not count."""
+    return torch.histc(x.cpu().float(), bins, min, max).to(x.dtype).to(x.device)
 
 
 def _parts(
