@@ -32,7 +32,7 @@ from tandem.predict.models import config_of as plan_config_of
 from tandem.predict.models import shape_for
 from tandem.training.preflight import decoders_alone
 
-from .families import TOKEN_IDS, config_of, perturbed, saved, tokenizer
+from .families import TOKEN_IDS, config_of, perturbed, saved, tiny_model, tokenizer
 
 _TEXT: dict[str, Any] = TOKEN_IDS | {
     "hidden_size": 32,
@@ -489,3 +489,37 @@ def test_a_plan_counts_the_decoder_alone(family: str, tmp_path: Path) -> None:
     whole_model(family, tmp_path)
     shape = shape_for(plan_config_of(str(tmp_path)))
     assert shape == shape_of(load_causal_lm(tmp_path).config)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("visual.patch.weight", "visual.patch.weight"),
+        ("model.embed_tokens.weight", "must have the sizes that config.json says"),
+    ],
+    ids=["a stray part", "more rows"],
+)
+def test_a_plain_folder_is_not_read_as_an_image_models(
+    change: str, said: str, tmp_path: Path
+) -> None:
+    model = tiny_model("qwen2")
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    rows, width = tensors["model.embed_tokens.weight"].shape
+    tensors[change] = torch.zeros(rows + 8, width)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=said):
+        load_causal_lm(tmp_path)
+
+
+def test_a_plan_does_not_ask_transformers_of_other_configs(tmp_path: Path) -> None:
+    """Which may want to run code of the folder's own."""
+    text = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32}
+    config = {
+        "model_type": "kimi_vl",
+        "auto_map": {"AutoConfig": "configuration_kimi_vl.KimiVLConfig"},
+        "text_config": text,
+        "vision_config": {},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert plan_config_of(str(tmp_path)) == {**text, "model_type": "llama"}
