@@ -113,9 +113,11 @@ def _run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> int:
     assert code in (0, 1, 2), arguments
     assert time.process_time() - start < 60, arguments
     if code == 2:
-        assert shown.err.count("\n") == 1, shown.err
-        assert shown.err[:-1].isprintable(), repr(shown.err)
-        assert shown.err.startswith("tandem: ")
+        *doing, problem, end = shown.err.split("\n")
+        assert not end
+        assert all(line.endswith(" ...") for line in doing), shown.err
+        assert all(line.isprintable() for line in (*doing, problem)), repr(shown.err)
+        assert problem.startswith("tandem: ")
         assert len(shown.err) < 14_000
     raw = re.search(
         "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", shown.out
