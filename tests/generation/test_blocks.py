@@ -123,9 +123,16 @@ def test_a_request_in_the_queue_can_be_withdrawn_at_any_time() -> None:
     first, second = requests_of(20, 10, 2)
     scheduler.submit([first, second])
     assert scheduler.admit(0) is not None
-    scheduler.withdraw(second)
+    group = scheduler.withdraw(second)
+    assert group is not None  # the first needs what its prompt leaves
     scheduler.leave(first)
     assert scheduler.num_waiting == 0
+    assert pool.num_free == 8
+    scheduler.end(group)
+    assert pool.num_free == 10
+    (third,) = requests_of(20, 10, 1)
+    scheduler.submit([third])
+    assert scheduler.withdraw(third) is None  # it had none
     assert pool.num_free == 10
 
 
