@@ -144,9 +144,7 @@ def quantize_into(
     if _native(x):
         _op("blockwise_quantize_")(x, codes, scales, _KINDS.index(code.kind), code.block, [*numels])
         return
-    encode = _ENCODERS[code.kind]
-    if _compiles(x):
-        encode = _compiled(encode)
+    encode = _for_device(_ENCODERS[code.kind], x)
     padded = _pad(x, numels, code.block).view(-1, code.block)
     block_codes, block_scales = encode(padded, code.scale_dtype)
     scales.copy_(block_scales.view(scales.shape))
@@ -177,9 +175,7 @@ def dequantize_into(
         flat = codes.reshape(-1), scales.reshape(-1)
         dequantize_gpu(*flat, table, out, kind, code.block)
         return
-    decode = _DECODERS[code.kind]
-    if _compiles(out):
-        decode = _compiled(decode)
+    decode = _for_device(_DECODERS[code.kind], out)
     parts, width = codes.shape[0], code.block // code.per_byte
     num_blocks = scales.shape[1] * scales.shape[2]
     padded = _pad(codes, code.run_bytes(numels), width).view(parts, num_blocks, width)
@@ -268,9 +264,9 @@ _ENCODERS = {"int8": _encode_int8, "int4": _encode_int4, "nf4": _encode_nf4}
 _DECODERS = {"int8": _decode_int8, "int4": _decode_int4, "nf4": _decode_nf4}
 
 
-def _compiles(x: Tensor) -> bool:
-    """Whether torch.compile makes kernels for x: by Triton, so where that runs."""
-    return x.is_cuda and not gpu.launch_fault()
+def _for_device(function: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
+    """A function over x; compiled on a GPU where Triton, by which that is done, runs."""
+    return _compiled(function) if x.is_cuda and not gpu.launch_fault() else function
 
 
 @cache

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,17 +16,16 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tandem.config.schema import LoraConfig, RunConfig
+from tandem.config.schema import RunConfig
 from tandem.errors import ModelError
 from tandem.models import text_families
 from tandem.models.load import load_causal_lm, load_tokenizer
-from tandem.models.lora import add_lora, lora_parameters
 from tandem.models.meta_init import empty_causal_lm, empty_scalar_model
-from tandem.models.save import save_model
 from tandem.models.scalar import load_scalar_model
 from tandem.training.preflight import decoders_alone
 
 from .families import LLAMA, TOKEN_IDS, config_of, perturbed, saved, tiny_model, tokenizer
+from .peft_on_whole import assert_peft_agrees
 
 _TEXT = TOKEN_IDS | LLAMA
 _VISION = {
@@ -198,18 +196,7 @@ def test_weights_go_back_beside_the_other_parts_as_the_docs_say(tmp_path: Path) 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])  # AutoModelForCausalLM: whole, and alone
 def test_peft_puts_an_adapter_on_the_whole_model(family: str, tmp_path: Path) -> None:
     whole_model(family, tmp_path / "whole")
-    model = load_causal_lm(tmp_path / "whole")
-    before = logits(model)
-    add_lora(model, LoraConfig(rank=2), seed=0, tokens=(5, 6))
-    with torch.no_grad():
-        for parameter in lora_parameters(model):
-            parameter += 0.1
-    save_model(model, tokenizer(), tmp_path / "run", base_path=tmp_path / "whole")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter").eval()
-    torch.testing.assert_close(logits(theirs), logits(model), atol=1e-5, rtol=1e-4)
-    assert torch.equal(logits(load_causal_lm(tmp_path / "run" / "adapter")), logits(model))
-    assert not torch.allclose(logits(model), before, atol=1e-3)
+    assert_peft_agrees(tmp_path / "whole", tmp_path / "run", AutoModelForCausalLM, logits)
 
 
 def test_a_line_tells_what_is_left_out(tmp_path: Path) -> None:

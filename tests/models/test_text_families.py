@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -33,6 +32,7 @@ from tandem.predict.models import shape_for
 from tandem.training.preflight import decoders_alone
 
 from .families import TOKEN_IDS, config_of, perturbed, saved, tiny_model, tokenizer
+from .peft_on_whole import assert_peft_agrees
 
 _TEXT: dict[str, Any] = TOKEN_IDS | {
     "hidden_size": 32,
@@ -396,18 +396,7 @@ def test_peft_puts_an_adapter_on_what_transformers_opens(
     family: str, opener: Any, tmp_path: Path
 ) -> None:
     whole_model(family, tmp_path / "whole")
-    model = load_causal_lm(tmp_path / "whole")
-    before = logprobs(model)
-    add_lora(model, LoraConfig(rank=2), seed=0, tokens=(5, 6))
-    with torch.no_grad():
-        for parameter in lora_parameters(model):
-            parameter += 0.1
-    save_model(model, tokenizer(), tmp_path / "run", base_path=tmp_path / "whole")
-    base = opener.from_pretrained(tmp_path / "whole", dtype=torch.float32)
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter").eval()
-    torch.testing.assert_close(logprobs(theirs), logprobs(model), atol=1e-5, rtol=1e-4)
-    assert torch.equal(logprobs(load_causal_lm(tmp_path / "run" / "adapter")), logprobs(model))
-    assert not torch.allclose(logprobs(model), before, atol=1e-3)
+    assert_peft_agrees(tmp_path / "whole", tmp_path / "run", opener, logprobs)
 
 
 def test_an_adapter_of_a_reward_model_finds_its_layers(tmp_path: Path) -> None:
