@@ -20,6 +20,7 @@
 #include "packing.h"
 #include "products_amx.h"
 #include "threads.h"
+#include "tiles.h"
 #include "tuning.h"
 
 namespace tandem {
@@ -63,55 +64,7 @@ struct TileWork {
   Ahead ahead;  // fetched meanwhile
 };
 
-template <class T, class V>
-TANDEM_INLINE V multiply_add(V a, V b, V sum) {
-#if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<T, bf16>) {
-    return reinterpret_cast<V>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum),
-                                                reinterpret_cast<__m512bh>(a),
-                                                reinterpret_cast<__m512bh>(b)));
-  }
-#endif
-#if defined(__FMA__) && !defined(__AVX512F__)
-  if constexpr (std::is_same_v<V, wide>) {
-    // GCC would read b from memory for every row, or move sums there and back.
-    asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
-    return sum;
-  } else {
-    return {multiply_add<T>(a.lo, b.lo, sum.lo), multiply_add<T>(a.hi, b.hi, sum.hi)};
-  }
-#endif
-  return a * b + sum;
-}
-
-TANDEM_INLINE wide splat_wide(float x) {
-  wide v;
-  fill(v, x);
-  return v;
-}
-
-// body(r, c) for every vector of sums of a tile, written out: were their address taken, they would
-// not stay in registers.
-template <int R, int C, class Body>
-TANDEM_INLINE void for_sums(Body body) {
-#pragma GCC unroll 12
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) body(r, c);
-}
-
-// A vector as it lies in memory, as in vec.h.
-typedef wide wide_word __attribute__((may_alias, aligned(2)));
-
-TANDEM_INLINE wide load_wide(const word* p) { return *reinterpret_cast<const wide_word*>(p); }
 #if defined(__AVX512F__)
-TANDEM_INLINE wide load_wide(const bf16* p) { return widen(load_halves(p)); }
-#elif defined(__AVX2__)  // others keep no bfloat16 (gemm.h)
-TANDEM_INLINE wide load_wide(const bf16* p) {
-  return from_bits(whole(There<v8h>::load(p)) << 16);
-}
-#endif
-TANDEM_INLINE void store_wide(word* p, wide x) { *reinterpret_cast<wide_word*>(p) = x; }
 
 template <class T, class P, int R, int vectors>
 void tile(const TileWork<T, P>& work) {
@@ -155,29 +108,6 @@ void tile(const TileWork<T, P>& work) {
       work.ahead.data ? work.ahead.data : reinterpret_cast<const word*>(panel);
   const int64_t ahead_step = work.ahead.step;
   int64_t left = work.words;
-  if constexpr (kWide < kLanes) {
-    // Narrow registers need more instructions for the same work, so what is no multiply-add counts,
-    // most where another process takes turns on the core: four words at a time, at fixed distances.
-    constexpr int64_t kFour = 4, wide_step = vectors * kLanes;
-    const bool spread = ahead_step > kLanes / kFour;
-    const auto four = [&](auto stride, auto row_step) TANDEM_INLINED {
-      for (; left >= kFour; left -= kFour, row += kFour * row_step, panel += kFour * wide_step) {
-        __builtin_prefetch(ahead, 0, 2);
-        if (spread)
-          for (int i = 1; i < kFour; ++i) __builtin_prefetch(ahead + i * ahead_step, 0, 2);
-        ahead += kFour * ahead_step;
-#pragma GCC unroll 4
-        for (int i = 0; i < kFour; ++i)
-          add(row + i * row_step, panel + i * wide_step, stride);
-      }
-    };
-    constexpr std::integral_constant<int64_t, 1> one{};
-    if (panel_step == wide_step && step == 1) {  // rows as they lie
-      four(stride, one);
-    } else if (panel_step == wide_step && stride == 1) {  // turned ones
-      four(one, step);
-    }
-  }
   const bool two = work.ahead.lines > 1, more = work.ahead.lines > 2;
   for (; left > 0; --left, row += step, panel += panel_step) {
     __builtin_prefetch(ahead, 0, 2);
@@ -202,13 +132,6 @@ void tile(const TileWork<T, P>& work) {
     };
     if (!epilogue.bias && !epilogue.residual) {
       each([&](int r, int n, v16 sum) TANDEM_INLINED { store(work.y + r * work.y_stride + n, sum); });
-      return;
-    }
-    if constexpr (kWide < kLanes) {
-      each([&](int r, int n, v16 sum) TANDEM_INLINED {
-        const Epilogue<T> e = epilogue.at(r, n);
-        finish(work.y + r * work.y_stride + n, sum, e.bias, e.residual, kLanes);
-      });
       return;
     }
   }
@@ -300,6 +223,133 @@ void multiply_group(const TileWork<T, P>& work, int64_t count, int64_t lanes, co
   }
 }
 
+#else
+
+// A tile of 6 rows by 16 columns is soon made there, so that what is done between two of them counts,
+// and instructions that are no multiply-adds do, most where another process takes turns on the core:
+// tiles below one another are made by one call, four words at a time at fixed distances.
+
+// `count` tiles of R rows that lie as they are, below one another, by a panel of 16 columns.
+template <class T, class P, int R>
+void tiles_below(const TileWork<T, P>& work, int64_t count) {
+  constexpr int64_t kFour = 4;
+  const int64_t stride = work.row_stride, y_stride = work.y_stride, words = work.words;
+  const int64_t residual_stride = work.epilogue.residual_stride, ahead_step = work.ahead.step;
+  const int lanes = static_cast<int>(work.width);
+  const bool spread = ahead_step > kLanes / kFour;
+  const T *const bias = work.epilogue.bias, *residual = work.epilogue.residual;
+  const word *rows = work.rows, *next = work.ahead.data;
+  const float* before = work.before;
+  float* raw = work.raw;
+  T* y = work.y;
+  for (; count > 0; --count) {
+    if (!raw) {
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) __builtin_prefetch(y + r * y_stride, 0, 2);
+    }
+    TileSums<R> sums;
+    if (before) {
+      read_sums<R>(sums, before, kPanel);
+      before += R * kPanel;
+    } else {
+      zero_sums<R>(sums);
+    }
+    const P* panel = work.panel;
+    const word *row = rows, *low = rows + 3 * stride;  // two: an offset a row takes too many registers
+    in_register(low);
+    const word* ahead = next ? next : reinterpret_cast<const word*>(panel);
+    const auto add = [&](int64_t i) TANDEM_INLINED {
+      add_word<T, R>(sums, panel + i * kLanes, [&](int r) TANDEM_INLINED {
+        return r < 3 ? row[r * stride + i] : low[(r - 3) * stride + i];
+      });
+    };
+    int64_t left = words;
+    for (; left >= kFour; left -= kFour) {
+      __builtin_prefetch(ahead, 0, 2);
+      if (spread)
+        for (int i = 1; i < kFour; ++i) __builtin_prefetch(ahead + i * ahead_step, 0, 2);
+      ahead += kFour * ahead_step;
+#pragma GCC unroll 4
+      for (int i = 0; i < kFour; ++i) add(i);
+      row += kFour, low += kFour, panel += kFour * kLanes;
+    }
+    for (; left > 0; --left, ++row, ++low, panel += kLanes) add(0);
+    rows += R * stride;
+    if (next) next += work.ahead.part;
+    if (raw) {
+      write_sums<R>(sums, raw, kPanel);
+      raw += R * kPanel;
+      continue;
+    }
+    if (!bias && !residual) {
+      finish_sums<R>(sums, lanes, [&](int r, v16 sum, int lanes) TANDEM_INLINED {
+        store_lanes(y + r * y_stride, sum, lanes);
+      });
+    } else {
+      finish_sums<R>(sums, lanes, [&](int r, v16 sum, int lanes) TANDEM_INLINED {
+        finish(y + r * y_stride, sum, bias, residual ? residual + r * residual_stride : nullptr,
+               lanes);
+      });
+      if (residual) residual += R * residual_stride;
+    }
+    y += R * y_stride;
+  }
+}
+
+template <class T, class P>
+void tiles_below(int64_t rows, const TileWork<T, P>& work, int64_t count) {
+  switch (rows) {
+    case 1: return tiles_below<T, P, 1>(work, count);
+    case 2: return tiles_below<T, P, 2>(work, count);
+    case 3: return tiles_below<T, P, 3>(work, count);
+    case 4: return tiles_below<T, P, 4>(work, count);
+    case 5: return tiles_below<T, P, 5>(work, count);
+    default: return tiles_below<T, P, 6>(work, count);
+  }
+}
+
+int64_t tiles_of_group(int64_t count, int64_t, const Cut&) {
+  return (count + kMostRows[1] - 1) / kMostRows[1];
+}
+
+// `count` rows (at most kGroup where k has parts) by a panel of 16 columns in memory, otherwise as above.
+template <class T, class P>
+void multiply_group(const TileWork<T, P>& work, int64_t count, int64_t lanes, const float* before,
+                    float* raw, const Cut& cut, int64_t earlier = 0) {
+  const int64_t tiles = tiles_of_group(count, lanes, cut), tall = count % tiles;
+  float* partial = raw;
+  if (!raw && work.words > cut.words) partial = scratch(Use::tile, kGroup * kPanel);
+  for (int64_t k = 0; k < work.words; k += cut.words) {
+    const bool last = k + cut.words >= work.words;
+    const float* const from = k ? partial : before;
+    TileWork<T, P> one = work;
+    one.words = last ? work.words - k : cut.words;
+    one.panel += k * kLanes;
+    for (int64_t i = 0, m = 0, same; i < tiles; i += same) {
+      const int64_t height = count / tiles + (i < tall), shares = work.ahead.tiles - earlier - i;
+      same = (i < tall ? tall : tiles) - i;
+      one.rows = work.rows + m * work.row_stride + k;
+      one.before = from ? from + m * kPanel : nullptr;
+      one.raw = last && !raw ? nullptr : partial + m * kPanel;
+      one.y = work.y + m * work.y_stride;
+      one.epilogue = work.epilogue.at(m, 0);
+      one.ahead = {};
+      if (work.ahead.data && shares > 0) {  // their shares of the next panel
+        same = std::min(same, shares);
+        one.ahead = work.ahead;
+        one.ahead.data += (earlier + i) * work.ahead.part + k * work.ahead.step;
+      } else if (cut.fetches_rows) {  // the next tile's rows
+        const int64_t rows = height * work.row_stride;
+        one.ahead = {one.rows + rows, height, rows};
+      }
+      tiles_below(height, one, same);
+      m += same * height;
+    }
+  }
+}
+
+#endif
+
 // ---- whole products ----
 
 // Rows (M, K) in words that `tile` can broadcast: where they lie, or a copy.
@@ -339,8 +389,10 @@ void multiply_panel(const Words& x, int64_t m0, int64_t m1, const P* panel, int6
                     const Cut& cut, const Ahead& ahead = {}, const Sums& sums = {},
                     int64_t panel_step = 0) {
   const int64_t lanes = round_up(width, kLanes);
+  // Sums of parts of k are held between them.
+  const int64_t group = kWide < kLanes && words <= cut.words ? m1 - m0 : kGroup;
   int64_t earlier = 0;
-  for (int64_t m = m0; m < m1; m += kGroup) {
+  for (int64_t m = m0; m < m1; m += group) {
     TileWork<T, P> work{};
     work.rows = x.data + m * x.stride;
     work.row_stride = x.stride;
@@ -353,15 +405,25 @@ void multiply_panel(const Words& x, int64_t m0, int64_t m1, const P* panel, int6
     work.width = width;
     work.epilogue = epilogue.at(m, 0);
     work.ahead = ahead;
-    const int64_t sum = (m - m0) * kPanel, count = std::min(kGroup, m1 - m);
+    const int64_t sum = (m - m0) * kPanel, count = std::min(group, m1 - m);
     multiply_group(work, count, lanes, sums.before ? sums.before + sum : nullptr,
                    sums.after ? sums.after + sum : nullptr, cut, earlier);
     earlier += tiles_of_group(count, lanes, cut);
   }
 }
 
-// Floats of a packed weight that stays in the second cache while rows pass by.
-constexpr int64_t kSmall = 1 << 18;
+// Floats of a packed weight that stays in the second cache while rows pass by, and of rows that stay
+// there while narrow registers pass all its panels: a panel then stays in the first cache.
+constexpr int64_t kSmall = 1 << 18, kSmallRows = 1 << 16;
+
+// Rows that pass all panels of a small weight together: as many as stay near, of which each thread has
+// some. Fewer calls of tiles count where registers are narrow and tiles are soon made.
+int64_t rows_together(int64_t M, int64_t words, int64_t panels) {
+  if (kWide == kLanes) return kGroup;
+  const int64_t threads = num_threads();
+  const int64_t shared = threads > 1 ? M * panels / (4 * threads) : M;
+  return std::max(kGroup, std::min(shared, kSmallRows / words) / kGroup * kGroup);
+}
 
 // Rows from which on the next panel is fetched: one or two are done sooner than it can come.
 constexpr int64_t kFetching = 3;
@@ -409,7 +471,9 @@ void multiply_cut(const T* x, int64_t x_stride, int64_t M, const P* packed, int6
     multiply_panel(rows, m, m + count, in_panels(packed + n * words), std::min(kPanel, N - n), words,
                    y + n, y_stride, epilogue.at(0, n), cut, ahead);
   };
-  const int64_t chunk = small || panels < 2 * num_threads() ? kGroup : M;
+  const int64_t chunk = small                         ? rows_together(M, words, panels)
+                        : panels < 2 * num_threads() ? kGroup
+                                                     : M;
   const int64_t chunks = (M + chunk - 1) / chunk;
   const int64_t grain = kGrain / std::max<int64_t>(1, words * kPanel * std::min(M, chunk)) + 1;
   parallel_for(0, panels * chunks, grain, [&](int64_t from, int64_t to) {
@@ -591,6 +655,8 @@ bool can_cross(const Matrix<T>& weight, int64_t K) {
          weight.row_stride % kPerWord<T> == 0;
 }
 
+#if defined(__AVX512F__)
+
 // y (width columns) = sums, kPanel apart, or that added to y.
 void put_sums(const float* sums, int64_t rows, int64_t width, bool adds, float* y, int64_t stride) {
   for (int64_t r = 0; r < rows; ++r, sums += kPanel, y += stride)
@@ -654,6 +720,111 @@ void multiply_turned_piece(const T* a, int64_t a_stride, const T* b, int64_t b_s
     }
   }
 }
+
+#else
+
+// Columns of a that become a tile's rows.
+constexpr int64_t kSix = kMostRows[1];
+
+// Floats from one packed panel to the next: an odd number of lines, so that what is written to many of
+// them in turn lies in different sets of the first cache; two more than they hold may be written.
+constexpr int64_t apart(int64_t floats) { return (round_up(floats + 2, kLanes) / kLanes | 1) * kLanes; }
+
+// Columns of `words` rows of which `readable` may be read, six to a panel (words, 6): what lies in a
+// row is read together.
+template <class T>
+void pack_sixes(const T* a, int64_t stride, int64_t width, int64_t readable, int64_t words, float* out) {
+  constexpr int kEight = 8;
+  for (int64_t k = 0; k < words; ++k, a += stride, out += kSix) {
+    float* to = out;
+    for (int64_t n = 0; n < width; n += kSix, to += apart(kSix * words)) {
+      const int64_t left = readable - n;
+      store(to, lower(left >= kEight ? load(a + n, kEight) : load(a + n, static_cast<int>(left))));
+    }
+  }
+}
+
+// The same, sixteen to a panel.
+template <class T>
+void pack_sixteens(const T* b, int64_t stride, int64_t width, int64_t words, float* out) {
+  for (int64_t k = 0; k < words; ++k, b += stride, out += kLanes) {
+    float* to = out;
+    for_columns(width, [&](int64_t n, int lanes) {
+      store(to, load_lanes(b + n, lanes));
+      to += apart(kLanes * words);
+    });
+  }
+}
+
+// y (R, `lanes`) = R columns of a panel of six, turned, by a panel of sixteen, or that added to y.
+template <int R>
+void turned_tile(const float* a, const float* b, int64_t words, float* y, int64_t stride, int lanes,
+                 bool adds) {
+  constexpr int64_t kFour = 4;
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) __builtin_prefetch(y + r * stride, 0, 3);
+  TileSums<R> sums;
+  zero_sums<R>(sums);
+  const auto add = [&](int64_t i) TANDEM_INLINED {
+    add_word<float, R>(sums, in_panels(b + i * kLanes),
+                    [&](int r) TANDEM_INLINED { return a[i * kSix + r]; });
+  };
+  for (; words >= kFour; words -= kFour, a += kFour * kSix, b += kFour * kLanes) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kFour; ++i) add(i);
+  }
+  for (; words > 0; --words, a += kSix, b += kLanes) add(0);
+  finish_sums<R>(sums, lanes, [&](int r, v16 sum, int lanes) TANDEM_INLINED {
+    float* const to = y + r * stride;
+    store_lanes(to, adds ? load_lanes(to, lanes) + sum : sum, lanes);
+  });
+}
+
+void turned_tile(int64_t rows, const float* a, const float* b, int64_t words, float* y,
+                 int64_t stride, int lanes, bool adds) {
+  switch (rows) {
+    case 1: return turned_tile<1>(a, b, words, y, stride, lanes, adds);
+    case 2: return turned_tile<2>(a, b, words, y, stride, lanes, adds);
+    case 3: return turned_tile<3>(a, b, words, y, stride, lanes, adds);
+    case 4: return turned_tile<4>(a, b, words, y, stride, lanes, adds);
+    case 5: return turned_tile<5>(a, b, words, y, stride, lanes, adds);
+    default: return turned_tile<6>(a, b, words, y, stride, lanes, adds);
+  }
+}
+
+// A run of rows at a time, added up in y: so many that a panel of b stays in the first cache beside six
+// columns of a, of which a slab is packed at a time.
+template <class T>
+void multiply_turned_piece(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t M,
+                           int64_t K, const Stack::Piece& piece) {
+  constexpr int64_t kRun = 256, kSlab = 8 * kSix;
+  const int64_t N = piece.rows, longest = std::min(M, kRun), right = (K + kLanes - 1) / kLanes;
+  const int64_t panels = (std::min(N, kSlab) + kSix - 1) / kSix;
+  float* const columns = scratch(Use::weights, right * apart(kLanes * longest));
+  float* const slab = scratch(Use::rows, panels * apart(kSix * longest));
+  for (int64_t m = 0; m < M; m += kRun) {
+    const int64_t run = std::min(kRun, M - m);
+    const bool adds = m || piece.adds;
+    pack_sixteens(b + m * b_stride, b_stride, K, run, columns);
+    for (int64_t first = 0; first < N; first += kSlab) {
+      const int64_t width = std::min(kSlab, N - first);
+      pack_sixes(a + m * a_stride + first, a_stride, width, N - first, run, slab);
+      const int64_t grain = kGrain / (run * width * kLanes) + 1;
+      parallel_for(0, right, grain, [&](int64_t from, int64_t to) {
+        for (int64_t p = from; p < to; ++p) {
+          const int64_t k = p * kLanes;
+          const int lanes = static_cast<int>(std::min<int64_t>(kLanes, K - k));
+          float* const to_y = piece.y + first * K + k;
+          for (int64_t n = 0; n < width; n += kSix)
+            turned_tile(std::min(kSix, width - n), slab + n / kSix * apart(kSix * run),
+                        columns + p * apart(kLanes * run), run, to_y + n * K, K, lanes, adds);
+        }
+      });
+    }
+  }
+}
+
+#endif
 
 // ---- whether the matrix unit takes over ----
 

@@ -10,6 +10,7 @@
 
 #include "gemm.h"
 #include "threads.h"
+#include "tiles.h"
 
 namespace tandem {
 
@@ -22,9 +23,6 @@ constexpr int64_t kPanel = 16;
 
 // How many multiply-adds are worth a thread.
 constexpr int64_t kGrain = 1 << 17;
-
-// One 32-bit word of an operand: a float, or two bfloat16.
-typedef float word __attribute__((may_alias, aligned(2)));
 
 // Memory of one thread that grows and is kept: one per purpose, so that uses do not meet.
 enum class Use { weights, rows, panel, tile, sums, count };

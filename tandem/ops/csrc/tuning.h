@@ -21,7 +21,8 @@ struct Cut {
 };
 
 // What is tried. The last of each list is for some products alone: of kCuts for `multiply` with few
-// rows, of kGradientCuts where `multiply_turned` can read float32 rows in whole vectors.
+// rows, of kGradientCuts where `multiply_turned` can read float32 rows in whole vectors. Where registers
+// are narrower a gradient has one way.
 #if defined(__AVX512F__)
 constexpr Cut kCuts[] = {{1024, 64}, {128, 64},        {1024, 32},
                          {256, 32},  {1024, 64, true}, {1024, 64, true, true}};
@@ -30,7 +31,6 @@ constexpr Cut kGradientCuts[] = {{1024, 64}, {128, 64},        {1024, 32},
 constexpr int kNumCuts = 5;
 #else
 constexpr Cut kCuts[] = {{1024, 16}, {256, 16}, {1024, 16, true}, {1024, 16, true, true}};
-constexpr Cut kGradientCuts[] = {{1024, 16}, {256, 16}, {1024, 16, true}, {1024, 16, false, false, true}};
 constexpr int kNumCuts = 3;
 #endif
 constexpr int kNumCrossing = kNumCuts + 1;
