@@ -11,6 +11,7 @@
 
 #include "attention.h"
 #include "threads.h"
+#include "tiles.h"
 
 namespace tandem {
 namespace {
@@ -508,43 +509,166 @@ void add_rows(const Sum<T>& work, int64_t width) {
   }
 }
 
+// ---- tiles of packed sequences, whose keys and values are held as floats ----
+
+#if defined(__AVX512F__)
+
+constexpr int64_t kPackedTile = kTile;
+
+// Queries of the next tile, of those from position t on up to `end`, none of them past a multiple of kTile.
+int64_t tile_at(int64_t t, int64_t end, int64_t) { return std::min(kTile - t % kTile, end - t); }
+
+// The same of `left` queries whose keys end in one block.
+int64_t tile_of(int64_t left, int64_t) { return std::min(kTile, left); }
+
+template <int Q>
+TANDEM_INLINE void score_tile(const float* q, int64_t q_stride, const float* const* keys,
+                              int64_t blocks, int64_t width, float* s, int64_t stride) {
+  score_keys<Q>(q, q_stride, keys, blocks, width, s, stride);
+}
+
+template <int Q>
+TANDEM_INLINE void value_tile(const Sum<float>& work, int64_t width) {
+  add_rows<Q>(work, width);
+}
+
+#else
+
+// Six queries by sixteen numbers fill narrow registers: a block of keys, or sixteen columns of values in
+// one chain.
+constexpr int64_t kPackedTile = 6;
+
+// Queries of the next tile, of `left` <= 16 whose keys end in one block: tiles of nearly equal heights.
+// Values `width` wide: two rows of 8 lie in a vector, of which fewer queries fill the registers.
+int64_t tile_of(int64_t left, int64_t width) {
+  if (width == 8) return std::min(kTile, left);
+  return left <= kPackedTile ? left : left <= 2 * kPackedTile ? (left + 1) / 2 : (left + 2) / 3;
+}
+
+// The same of those from position t on up to `end`.
+int64_t tile_at(int64_t t, int64_t end, int64_t width) {
+  return tile_of(std::min(kBlock - t % kBlock, end - t), width);
+}
+
+// Number i of row r, of which the first three lie from `row` on and others from `low` on: an offset for
+// each row would take more registers than there are.
+TANDEM_INLINE float of_row(const float* row, const float* low, int64_t stride, int r, int64_t i) {
+  return r < 3 ? row[r * stride + i] : low[(r - 3) * stride + i];
+}
+
+template <int Q>
+void score_tile(const float* q, int64_t q_stride, const float* const* keys, int64_t blocks,
+                int64_t width, float* s, int64_t stride) {
+  constexpr int64_t kFour = 4;
+  for (int64_t b = 0; b < blocks; ++b, s += kLanes) {
+    const float *key = keys[b], *row = q, *low = q + 3 * q_stride;
+    in_register(low);
+    TileSums<Q> sums;
+    zero_sums<Q>(sums);
+    const auto add = [&](int64_t i) TANDEM_INLINED {
+      add_word<float, Q>(sums, reinterpret_cast<const word*>(key + i * kLanes),
+                         [&](int r) TANDEM_INLINED { return of_row(row, low, q_stride, r, i); });
+    };
+    int64_t left = width;
+    for (; left >= kFour; left -= kFour, key += kFour * kLanes, row += kFour, low += kFour) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kFour; ++i) add(i);
+    }
+    for (; left > 0; --left, key += kLanes, ++row, ++low) add(0);
+    write_sums<Q>(sums, s, stride);
+  }
+}
+
+// Sixteen columns of values from column d on, of which there are C chains.
+template <int Q, int C>
+void value_columns(const Sum<float>& work, int64_t d) {
+  const int64_t stride = work.stride, width = work.width;
+  for (int64_t chain = 0; chain < C; ++chain) {
+    TileSums<Q> sums;
+    zero_sums<Q>(sums);
+    const float* weight = work.weights + chain;
+    for (int64_t b = 0; b < work.blocks; ++b) {
+      const float *value = work.rows[b] + d + chain * width, *low = weight + 3 * stride;
+      in_register(low);
+      const auto add = [&](int64_t i) TANDEM_INLINED {
+        add_word<float, Q>(sums, reinterpret_cast<const word*>(value),
+                           [&](int r) TANDEM_INLINED { return of_row(weight, low, stride, r, i); });
+        value += C * width;
+      };
+      if (b + 1 < work.blocks || work.last_count == kBlock) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kBlock; i += C) add(i);
+        weight += kBlock;
+      } else {
+        for (int64_t left = work.last_count - chain; left > 0; left -= C, weight += C, low += C) add(0);
+      }
+    }
+    float* const out = work.out + d;
+    if (chain) {
+      for_sums<Q, kRegisters>([&](int r, int c) TANDEM_INLINED {
+        word* const to = reinterpret_cast<word*>(out + r * work.out_stride + c * kWide);
+        store_wide(to, load_wide(to) + sums[r][c]);
+      });
+    } else {
+      write_sums<Q>(sums, out, work.out_stride);
+    }
+  }
+}
+
+template <int Q>
+void value_tile(const Sum<float>& work, int64_t width) {
+  if constexpr (Q <= kTile) {
+    if (width == 8) return add_pairs<Q>(work);
+  }
+  for (int64_t d = 0; d < width; d += kLanes) {
+    switch (value_chains(width)) {
+      case 8: value_columns<Q, 8>(work, d); break;
+      case 4: value_columns<Q, 4>(work, d); break;
+      case 2: value_columns<Q, 2>(work, d); break;
+      default: value_columns<Q, 1>(work, d);
+    }
+  }
+}
+
+#endif
+
 // ---- one tile of queries ----
 
+// f(queries as a constant), of at most as many as a tile holds.
+template <int Q = kPackedTile, class F>
+TANDEM_INLINE void by_height(int64_t queries, const F& f) {
+  if (queries == Q) return f(std::integral_constant<int, Q>{});
+  if constexpr (Q > 1) by_height<Q - 1>(queries, f);
+}
+
 // Q queries and the blocks of keys and values that any of them sees.
-template <class T>
 struct Tile {
   const float* queries;  // scaled, q_stride apart
   int64_t q_stride;
-  const T* const* keys;    // from first_block on
-  const T* const* values;  // rows v_stride apart
+  const float* const* keys;    // from first_block on
+  const float* const* values;  // rows v_stride apart
   int64_t v_stride, blocks, first_block;
   int64_t query, head;  // position of the first query in its sequence
   int64_t key_width, value_width;
 };
 
 // Weighted values, not divided by the weights' sum, to scratch `out` (Q, row_width(value_width)).
-template <int Q, class T>
-void attend_tile(const Tile<T>& tile, const Kind& kind, float* out, Normaliser (&norms)[kTile]) {
+template <int Q>
+void attend_tile(const Tile& tile, const Kind& kind, float* out, Normaliser (&norms)[kPackedTile]) {
   const int64_t stride = tile.blocks * kLanes;
   float* s = scratch().scores.take(stride * Q);
-  score_keys<Q>(tile.queries, tile.q_stride, tile.keys, tile.blocks, tile.key_width, s, stride);
+  score_tile<Q>(tile.queries, tile.q_stride, tile.keys, tile.blocks, tile.key_width, s, stride);
   soften<Q>(s, stride, tile.blocks, tile.first_block, tile.query, 1,
             kind.sinks ? kind.sinks + tile.head : nullptr, 0, kind, norms);
   const int64_t last = (tile.query + Q - 1) % kBlock + 1;
-  add_rows<Q>(Sum<T>{s, stride, tile.values, tile.blocks, last, tile.v_stride, out,
-                     row_width(tile.value_width)},
-              tile.value_width);
+  value_tile<Q>(Sum<float>{s, stride, tile.values, tile.blocks, last, tile.v_stride, out,
+                           row_width(tile.value_width)},
+                tile.value_width);
 }
 
-template <class T>
-void attend(const Tile<T>& tile, int64_t queries, const Kind& kind, float* out,
-            Normaliser (&norms)[kTile]) {
-  switch (queries) {
-    case 1: return attend_tile<1>(tile, kind, out, norms);
-    case 2: return attend_tile<2>(tile, kind, out, norms);
-    case 3: return attend_tile<3>(tile, kind, out, norms);
-    default: return attend_tile<4>(tile, kind, out, norms);
-  }
+void attend(const Tile& tile, int64_t queries, const Kind& kind, float* out,
+            Normaliser (&norms)[kPackedTile]) {
+  by_height(queries, [&](auto q) { attend_tile<decltype(q)::value>(tile, kind, out, norms); });
 }
 
 // ---- packed sequences, forward ----
@@ -794,23 +918,22 @@ void forward_segment(const Packed<T>& in, const Piece& piece, const Segment& seg
   const Sizes& size = in.sizes;
   const int64_t key_width = row_width(size.key_width), value_width = row_width(size.value_width);
   Scratch& mine = scratch();
-  float* queries = mine.queries.take(kTile * key_width);
-  float* out = mine.outputs.take(kTile * value_width);
-  Normaliser norms[kTile];
+  float* queries = mine.queries.take(kPackedTile * key_width);
+  float* out = mine.outputs.take(kPackedTile * value_width);
+  Normaliser norms[kPackedTile];
   const int64_t begin = std::max(piece.begin, segment.first);
   const int64_t end = std::min(piece.end, segment.end());
   for (int64_t g = 0; g < size.groups; ++g) {
     const int64_t head = piece.head * size.groups + g;
     for (int64_t t = begin, count; t < end; t += count) {
-      count = tile_of(t, end, kTile);
+      count = tile_at(t, end, size.value_width);
       const int64_t row = segment.start + t - segment.first;
       for (int64_t r = 0; r < count; ++r) {
         copy_row(in.q.at(row + r, head), size.key_width, in.kind.scale, queries + r * key_width);
       }
       const int64_t first = in.kind.first_key(t) / kBlock;
-      const Tile<float> tile{queries, key_width, keys.from(first), values.from(first), value_width,
-                             t / kBlock - first + 1, first, t, head, size.key_width,
-                             size.value_width};
+      const Tile tile{queries, key_width, keys.from(first), values.from(first), value_width,
+                      t / kBlock - first + 1, first, t, head, size.key_width, size.value_width};
       if (g == 0) next.fetch(count);
       attend(tile, count, in.kind, out, norms);
       for (int64_t r = 0; r < count; ++r) {
@@ -901,8 +1024,29 @@ void continued_piece(const Continued<T>& in, const Packed<T>& packed, const Piec
 
 // ---- packed sequences, backward ----
 
-// to (keys, width) += weights^T rows, over `count` queries of which query r sees keys up to
-// `diagonal` + r; lanes along the width.
+// to (keys, 8) += weights^T rows over `count` queries, with `to` in transposed blocks: lanes along the
+// keys.
+void add_outer_narrow(const float* weights, int64_t stride, const float* rows, int64_t count,
+                      int64_t keys, float* to) {
+  for (int64_t j = 0; j < keys; j += kBlock) {
+    for (int64_t first = 0; first < 8; first += kNarrow, to += kNarrow * kLanes) {
+      v16 sums[kNarrow];
+#pragma GCC unroll 8
+      for (int d = 0; d < kNarrow; ++d) sums[d] = load(to + d * kLanes);
+      for (int64_t r = 0; r < count; ++r) {
+        const v16 x = load(weights + r * stride + j);
+#pragma GCC unroll 8
+        for (int d = 0; d < kNarrow; ++d) sums[d] = x * rows[r * 8 + first + d] + sums[d];
+      }
+#pragma GCC unroll 8
+      for (int d = 0; d < kNarrow; ++d) store(to + d * kLanes, sums[d]);
+    }
+  }
+}
+
+#if defined(__AVX512F__)
+
+// The same of wider rows, where query r sees keys up to `diagonal` + r: lanes along the width.
 template <int NC>
 TANDEM_INLINE void add_outer(const float* weights, int64_t stride, const float* rows, int64_t width,
                              int64_t count, int64_t keys, int64_t diagonal, float* to) {
@@ -933,25 +1077,6 @@ TANDEM_INLINE void add_outer(const float* weights, int64_t stride, const float* 
   }
 }
 
-// The same for rows of 8 numbers, with `to` in transposed blocks: lanes along the keys.
-void add_outer_narrow(const float* weights, int64_t stride, const float* rows, int64_t count,
-                      int64_t keys, float* to) {
-  for (int64_t j = 0; j < keys; j += kBlock) {
-    for (int64_t first = 0; first < 8; first += kNarrow, to += kNarrow * kLanes) {
-      v16 sums[kNarrow];
-#pragma GCC unroll 8
-      for (int d = 0; d < kNarrow; ++d) sums[d] = load(to + d * kLanes);
-      for (int64_t r = 0; r < count; ++r) {
-        const v16 x = load(weights + r * stride + j);
-#pragma GCC unroll 8
-        for (int d = 0; d < kNarrow; ++d) sums[d] = x * rows[r * 8 + first + d] + sums[d];
-      }
-#pragma GCC unroll 8
-      for (int d = 0; d < kNarrow; ++d) store(to + d * kLanes, sums[d]);
-    }
-  }
-}
-
 template <int NC = 1>
 TANDEM_INLINE void add_outer_some(int64_t vectors, const float* weights, int64_t stride,
                                   const float* rows, int64_t width, int64_t count, int64_t keys,
@@ -961,15 +1086,59 @@ TANDEM_INLINE void add_outer_some(int64_t vectors, const float* weights, int64_t
     add_outer_some<NC + 1>(vectors, weights, stride, rows, width, count, keys, diagonal, to);
 }
 
-void add_outer(const float* weights, int64_t stride, const float* rows, int64_t width,
-               int64_t count, int64_t keys, int64_t diagonal, float* to) {
-  if (width == 8) return add_outer_narrow(weights, stride, rows, count, keys, to);
+// All vectors of keys' rows.
+void add_outer_wide(const float* weights, int64_t stride, const float* rows, int64_t width,
+                    int64_t count, int64_t keys, int64_t diagonal, float* to) {
   const int64_t vectors = width / kLanes;
   for (int64_t done = 0, now; done < vectors; done += now) {
     now = share(vectors - done, kOuter);
     const int64_t d = done * kLanes;
     add_outer_some(now, weights, stride, rows + d, width, count, keys, diagonal, to + d);
   }
+}
+
+#else
+
+// The same, sixteen columns of R keys' rows at a time: where query r sees keys up to `diagonal` + r.
+template <int R>
+void add_outer_tile(const float* weights, int64_t stride, const float* rows, int64_t width,
+                    int64_t count, float* to) {
+  constexpr int64_t kFour = 4;
+  TileSums<R> sums;
+  read_sums<R>(sums, to, width);
+  const auto add = [&]() TANDEM_INLINED {
+    add_word<float, R>(sums, reinterpret_cast<const word*>(rows),
+                       [&](int r) TANDEM_INLINED { return weights[r]; });
+    weights += stride, rows += width;
+  };
+  for (; count >= kFour; count -= kFour) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kFour; ++i) add();
+  }
+  for (; count > 0; --count) add();
+  write_sums<R>(sums, to, width);
+}
+
+void add_outer_wide(const float* weights, int64_t stride, const float* rows, int64_t width,
+                    int64_t count, int64_t keys, int64_t diagonal, float* to) {
+  const int64_t tiles = (keys + kPackedTile - 1) / kPackedTile;
+  for (int64_t i = 0, j = 0, now; i < tiles; ++i, j += now, to += now * width) {
+    now = keys / tiles + (i < keys % tiles);
+    const int64_t r = std::max<int64_t>(0, j - diagonal);  // queries before see none of these keys
+    by_height(now, [&](auto height) {
+      for (int64_t d = 0; d < width; d += kLanes)
+        add_outer_tile<decltype(height)::value>(weights + r * stride + j, stride, rows + r * width + d,
+                                                width, count - r, to + d);
+    });
+  }
+}
+
+#endif
+
+void add_outer(const float* weights, int64_t stride, const float* rows, int64_t width,
+               int64_t count, int64_t keys, int64_t diagonal, float* to) {
+  if (width == 8) return add_outer_narrow(weights, stride, rows, count, keys, to);
+  add_outer_wide(weights, stride, rows, width, count, keys, diagonal, to);
 }
 
 // Scores and products with the output's gradient, in place, to weights and gradients of scores.
@@ -994,8 +1163,8 @@ void backward_scores(const float* q, int64_t q_width, const float* dout, int64_t
                      const float* const* keys, const float* const* values, int64_t blocks,
                      const Sizes& size, float* s, float* g) {
   const int64_t stride = blocks * kLanes;
-  score_keys<Q>(q, q_width, keys, blocks, size.key_width, s, stride);
-  score_keys<Q>(dout, out_width, values, blocks, size.value_width, g, stride);
+  score_tile<Q>(q, q_width, keys, blocks, size.key_width, s, stride);
+  score_tile<Q>(dout, out_width, values, blocks, size.value_width, g, stride);
 }
 
 // Up to 16 queries, ready for `backward_tile`.
@@ -1023,24 +1192,21 @@ void backward_rows(const BackTile& tile, int64_t r, const Sizes& size, const Kin
                   kind.softcap);
   }
   const int64_t last = (tile.query + r + Q - 1) % kBlock + 1;
-  add_rows<Q>(Sum<float>{g, stride, tile.rows, tile.blocks, last, key_width, grad_queries,
-                         key_width},
-              size.key_width);
+  value_tile<Q>(Sum<float>{g, stride, tile.rows, tile.blocks, last, key_width, grad_queries,
+                           key_width},
+                size.key_width);
 }
 
 template <class T>
 void backward_tile(const BackTile& tile, const Sizes& size, const Kind& kind, float* grad_queries,
                    Upcoming<T>* next) {
   const int64_t key_width = row_width(size.key_width);
-  for (int64_t r = 0; r < tile.count; r += kTile) {
-    if (next) next->fetch(kTile);
-    float* to = grad_queries + r * key_width;
-    switch (std::min(kTile, tile.count - r)) {
-      case 1: backward_rows<1>(tile, r, size, kind, to); break;
-      case 2: backward_rows<2>(tile, r, size, kind, to); break;
-      case 3: backward_rows<3>(tile, r, size, kind, to); break;
-      default: backward_rows<4>(tile, r, size, kind, to);
-    }
+  for (int64_t r = 0, count; r < tile.count; r += count) {
+    count = tile_of(tile.count - r, size.key_width);
+    if (next) next->fetch(kPackedTile);
+    by_height(count, [&](auto q) {
+      backward_rows<decltype(q)::value>(tile, r, size, kind, grad_queries + r * key_width);
+    });
   }
 }
 
