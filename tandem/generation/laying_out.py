@@ -14,6 +14,7 @@ from tandem.models.computed import has_its_own
 from tandem.models.frozen import FrozenLinear
 from tandem.models.laid_out import lay_out
 from tandem.models.lora import LoraLinear, adaptable
+from tandem.models.quantized import PackedWeight
 from tandem.models.stored import StoredWeight
 from tandem.models.twin import base_forward, decodes, twin_of
 from tandem.ops import native
@@ -97,7 +98,10 @@ def _may_be_laid_out(module: Any, model: PreTrainedModel) -> bool:
 def _lay_out(group: list[Any], layer: nn.Module) -> None:
     """Plain layers over one input, adapted or not."""
     if not all(isinstance(module.weight, nn.Parameter) for module in group):
-        return  # quantized: smaller than any layout
+        for module in group:  # quantized: smaller than any layout
+            if isinstance(module.weight, PackedWeight):
+                module.weight.stays_packed = True
+        return
     laid = lay_out([module.weight.detach() for module in group])
     if laid is None:
         return

@@ -1,13 +1,15 @@
 """Generation of Llama-like models on a CPU: one C++ call a step, on weights packed for the phase.
 
 The call runs the very operations of the twin's modules, so its numbers are theirs to the last bit.
-The packed weights are a copy that lives while the runner does, of quantized weights as they are
-when unpacked; where memory is short, and for every other model, the modules run.
+The packed weights are a copy that lives while the runner does. Quantized weights are copied
+unpacked, which many answers read faster, or where memory is short read as they are, part by part.
+Where there is no room for a copy of the others, and for every other model, the modules run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ from tandem.models.twin_layers import (
     TwinTokenEmbedding,
     TwinTokenHead,
 )
-from tandem.ops import dense, native
+from tandem.ops import blockwise, dense, native
 from tandem.ops.attention_context import KVMemory, Packed
 from tandem.ops.sizes import SHARE_TO_PACK
 
@@ -58,10 +60,15 @@ def runs_natively(model: PreTrainedModel, free: int) -> bool:
         or not native.available()
     ):
         return False
-    layers = twin.model.layers
+    layers, quantized = twin.model.layers, _quantized(twin)
     if not all(_is_plain(layer, model.dtype) for layer in layers):
         return False
-    unpacked = {id(p) for module in _quantized(twin) for p in module.parameters()}
+    codes = {weight.layout.code for weight in quantized}
+    if len(codes) > 1 or not all(
+        blockwise.reads_rows(weight.shape[-1], weight.layout.code) for weight in quantized
+    ):
+        return False
+    unpacked = {id(p) for module in quantized for p in module.parameters()}
     if any(p.dtype != model.dtype and id(p) not in unpacked for p in twin.parameters()):
         return False
     if _copied(twin) * model.dtype.itemsize > SHARE_TO_PACK * free:
@@ -78,16 +85,33 @@ def runs_natively(model: PreTrainedModel, free: int) -> bool:
 
 
 def _copied(twin: Any) -> int:
-    """Weights that a runner copies: of linear layers that are not laid out, adapters, the head, the
-    embedding where it has trained rows; of quantized ones as many as they stand for."""
+    """Weights that a runner has to copy: of linear layers that are neither laid out nor quantized,
+    adapters, the head, the embedding where it has trained rows."""
     layers = [module for layer in twin.model.layers for module in _projections(layer)]
-    plain = [layer for layer in layers if not isinstance(layer.weight, LaidOutWeight)]
     acting = [layer.acting() for layer in layers if isinstance(layer, LoraLinear)]
     adapters = [part.weight for parts in acting if parts is not None for part in parts]
-    weights = [layer.weight for layer in plain] + adapters + [twin.lm_head.weight]
+    plain = [layer for layer in layers if not isinstance(layer.weight, StoredWeight)]
+    plain += [] if _reads_codes(twin.lm_head) else [twin.lm_head]
+    weights = [layer.weight for layer in plain] + adapters
     if _replaces_rows(twin.model.embed_tokens):
         weights.append(twin.model.embed_tokens.weight)
     return sum(weight.numel() for weight in weights)
+
+
+def unpacks(model: PreTrainedModel, free: int) -> bool:
+    """Whether a runner copies quantized weights too, with `free` bytes for all that it copies: none
+    of a model that only answers, whose place in memory is then theirs alone."""
+    weights = _quantized(model)  # what is said of them, not of the twin's
+    if any(weight.stays_packed for weight in weights):
+        return False
+    copied = _copied(twin_of(model)) + sum(weight.numel() for weight in weights)
+    return copied * model.dtype.itemsize <= SHARE_TO_PACK * free
+
+
+def _reads_codes(layer: Any) -> bool:
+    """Whether a layer's weight is quantized, and can be read row by row."""
+    weight = layer.weight
+    return isinstance(weight, PackedWeight) and not _replaces_rows(layer)
 
 
 def _replaces_rows(layer: Any) -> bool:
@@ -203,8 +227,10 @@ def _numbers(layer: Any, last_norm: Any) -> tuple[Any, ...]:
 class NativeRunner(TwinRunner):
     """Prefill and decoding by `LlamaDecoder` of csrc/step.cpp."""
 
-    def __init__(self, model: PreTrainedModel, memory: KVMemory, longest: int) -> None:
-        """Packs the weights; no sequence may pass `longest` tokens."""
+    def __init__(
+        self, model: PreTrainedModel, memory: KVMemory, longest: int, *, unpacks: bool = True
+    ) -> None:
+        """Packs the weights, quantized ones if `unpacks`; no sequence may pass `longest` tokens."""
         super().__init__(model, memory)
         twin: Any = twin_of(model)
         self._size = _size(twin)
@@ -214,8 +240,9 @@ class NativeRunner(TwinRunner):
             embedding = base.embed_tokens.merged_weight()
         positions = torch.arange(longest + 1)[None]
         cos, sin = base.rotary_emb(embedding[:1][None], position_ids=positions)
-        weights = [part for layer in base.layers for part in _layer_parts(layer, model.dtype)]
-        weights += [base.norm.weight.detach(), *_packed([twin.lm_head], model.dtype)]
+        packing = _Packing(model.dtype, unpacks)
+        weights = [part for layer in base.layers for part in _layer_parts(layer, packing)]
+        weights += [base.norm.weight.detach(), *packing.of([twin.lm_head])]
         adapters = [adapter for layer in base.layers for adapter in _adapters(layer)]
         rank, adapter_scale = adapters[0] if adapters else (0, 0.0)
         attention = first.self_attn
@@ -232,7 +259,7 @@ class NativeRunner(TwinRunner):
             embedding.contiguous(), cos[0].contiguous(), sin[0].contiguous(), weights,
             [keys for keys, _ in memory.layers], [values for _, values in memory.layers],
             shape, [layer.self_attn._window for layer in base.layers],
-            base.norm._eps, attention.scaling, adapter_scale,
+            base.norm._eps, attention.scaling, adapter_scale, *packing.stored(twin),
         )  # fmt: skip
 
     def keep(self, states: list[Tensor]) -> None:
@@ -276,7 +303,54 @@ class NativeRunner(TwinRunner):
         del self._decoder
 
 
-def _layer_parts(layer: Any, dtype: torch.dtype) -> list[Tensor]:
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """Weights as `LlamaDecoder` takes them: packed, or as codes where `unpacks` is not set."""
+
+    dtype: torch.dtype
+    unpacks: bool
+
+    def of(self, layers: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """The layers' weights as one packed weight, empty if they are codes, and their biases as
+        one (empty without)."""
+        biases = [
+            torch.zeros(layer.out_features, dtype=self.dtype)
+            if layer.bias is None
+            else layer.bias.detach()
+            for layer in layers
+        ]
+        has_bias = any(layer.bias is not None for layer in layers)
+        bias = torch.cat(biases) if has_bias else torch.empty(0)
+        own = layers[0].weight
+        if isinstance(own, LaidOutWeight):
+            return own.group, bias
+        if all(self._stays(layer) for layer in layers):
+            return torch.empty(0), bias
+        weights = [_weight(layer, self.dtype) for layer in layers]
+        return _pack(weights[0] if len(weights) == 1 else torch.cat(weights)), bias
+
+    def stored(self, twin: Any) -> tuple[list[Tensor], list[int]]:
+        """Codes and scales of each weight that stays codes, empty for the others; their kind and
+        block. Nothing where none stays."""
+        groups = [group for layer in twin.model.layers for group in projections(layer)]
+        stored: list[Tensor] = []
+        code = None
+        for group in [*groups, [twin.lm_head]]:
+            stays = all(self._stays(layer) for layer in group)
+            for layer in group:
+                weight = layer.weight
+                if not stays:
+                    stored += [torch.empty(0, dtype=torch.uint8), torch.empty(0)]
+                    continue
+                code = weight.layout.code
+                stored += [weight.packed.detach(), weight.scales.detach().view(code.scale_dtype)]
+        return ([], []) if code is None else (stored, [code.number, code.block])
+
+    def _stays(self, layer: Any) -> bool:
+        return not self.unpacks and _reads_codes(layer)
+
+
+def _layer_parts(layer: Any, packing: _Packing) -> list[Tensor]:
     """In the order of `Part` in csrc/step.cpp, empty where the layer has none."""
     attention = layer.self_attn
     none = torch.empty(0)
@@ -287,29 +361,14 @@ def _layer_parts(layer: Any, dtype: torch.dtype) -> list[Tensor]:
     qkv, out, gate_up, down = projections(layer)
     return [
         layer.input_layernorm.weight.detach(),
-        *_packed(qkv, dtype),
+        *packing.of(qkv),
         *norms,
-        *_packed(out, dtype),
+        *packing.of(out),
         layer.post_attention_layernorm.weight.detach(),
-        *_packed(gate_up, dtype),
-        *_packed(down, dtype),
+        *packing.of(gate_up),
+        *packing.of(down),
         *(part for layers in (qkv, out, gate_up, down) for part in _packed_adapters(layers)),
     ]
-
-
-def _packed(layers: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The layers' weights as one packed weight, and their biases as one (empty without)."""
-    biases = [
-        torch.zeros(layer.out_features, dtype=dtype) if layer.bias is None else layer.bias.detach()
-        for layer in layers
-    ]
-    has_bias = any(layer.bias is not None for layer in layers)
-    bias = torch.cat(biases) if has_bias else torch.empty(0)
-    own = layers[0].weight
-    if isinstance(own, LaidOutWeight):
-        return own.group, bias
-    weights = [_weight(layer, dtype) for layer in layers]
-    return _pack(weights[0] if len(weights) == 1 else torch.cat(weights)), bias
 
 
 def _packed_adapters(layers: Sequence[Any]) -> list[Tensor]:

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from tandem.generation.blocks import free_bytes
 from tandem.generation.gpu_runner import GraphRunner
-from tandem.generation.native_runner import NativeRunner, runs_natively
+from tandem.generation.native_runner import NativeRunner, runs_natively, unpacks
 from tandem.generation.runner import Runner, TwinRunner
 from tandem.ops.attention_context import KVMemory
 
@@ -19,6 +19,7 @@ def make_runner(model: PreTrainedModel, memory: KVMemory, longest: int) -> Runne
     """
     if model.device.type == "cuda":
         return GraphRunner(model, memory)
-    if runs_natively(model, free_bytes(model.device)):
-        return NativeRunner(model, memory, longest)
+    free = free_bytes(model.device)
+    if runs_natively(model, free):
+        return NativeRunner(model, memory, longest, unpacks=unpacks(model, free))
     return TwinRunner(model, memory)

@@ -27,7 +27,7 @@ from tandem.models.twin_layers import (
 )
 from tandem.ops import layer
 from tandem.ops.attention import attend
-from tandem.ops.attention_context import AttentionSpec, wanted_tokens
+from tandem.ops.attention_context import AttentionSpec, Decode, current_step, wanted_tokens
 
 _ATTENTION = {TwinRotaryAttention: False, recomputing(TwinRotaryAttention): True}
 _MLP = {TwinGatedMLP: False, recomputing(TwinGatedMLP): True}
@@ -140,6 +140,9 @@ def block_on_cpu(block: Any, x: Tensor, positions: tuple[Tensor, Tensor]) -> Ten
     if plain is None or not cos.dtype == sin.dtype == x.dtype:
         return None
     attention, mlp, linears = plain.attention, plain.mlp, plain.linears
+    trains = torch.is_grad_enabled()
+    if isinstance(current_step(), Decode) and any(_is_packed(linear) for linear in linears):
+        return None  # each layer by itself unpacks a part of its weight at a time
     first, second = (layer.Norm(norm.weight, norm._eps, norm._unit_offset) for norm in plain.norms)
 
     adapters = [_adapter(linear) for linear in linears]
@@ -156,7 +159,6 @@ def block_on_cpu(block: Any, x: Tensor, positions: tuple[Tensor, Tensor]) -> Ten
         attended = attend(attention.layer_idx, q, k, v, attention.kind())
         return attended.reshape(1, len(attended), -1), residual
 
-    trains = torch.is_grad_enabled()
     if trains and attention.training and _ATTENTION[type(attention)]:
         attended, residual = checkpointed(attended_of, x)
     else:
@@ -173,10 +175,14 @@ def block_on_cpu(block: Any, x: Tensor, positions: tuple[Tensor, Tensor]) -> Ten
 
 def _weight(linear: Any) -> layer.Weight:
     weight = linear.weight
-    if isinstance(weight, PackedWeight):
+    if _is_packed(linear):
         return layer.Stored((weight.packed, weight.scales), weight.layout.unpacked)
     plain: Tensor = weight
     return plain
+
+
+def _is_packed(linear: Any) -> bool:
+    return isinstance(linear.weight, PackedWeight)
 
 
 def _adapter(linear: Any) -> layer.Adapter | None:

@@ -66,9 +66,7 @@ class LinearLayer(nn.Module):
         weight: Any = self.weight
         return weight.dequantized() if isinstance(weight, StoredWeight) else weight
 
-    @staticmethod
-    def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return dense.linear(x, weight, bias)
+    _linear = staticmethod(dense.linear)
 
 
 class FrozenLayer(LinearLayer):
@@ -79,7 +77,7 @@ class FrozenLayer(LinearLayer):
         return self.product(x)
 
     @staticmethod
-    def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
 
 

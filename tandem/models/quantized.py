@@ -1,7 +1,7 @@
 """A frozen weight as packed integers, which a forward unpacks, multiplies by and discards.
 
 Nothing but the integers is kept: the backward unpacks them again for the gradient to the input.
-One layer's weight is unpacked at a time.
+One layer's weight is unpacked at a time; for up to 512 rows on a CPU only some rows of it.
 Source: QLoRA, arXiv:2305.14314. Differs: scales are not quantized again.
 """
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tandem.errors import ModelError
 from tandem.models.stored import Product, StoredWeight
-from tandem.ops import blockwise, gpu
+from tandem.ops import blockwise, dense, gpu
 
 if TYPE_CHECKING:
     from tandem.ops.adapted_gpu import Packed
@@ -27,6 +27,7 @@ _CODES = {"int8": blockwise.INT8, "nf4": blockwise.NF4}
 KINDS = tuple(_CODES)
 """int8: 256 weights a scale, 1.016 bytes a weight. nf4: 64 a scale, 0.531 bytes."""
 
+_MOST_ROWS = 512  # beyond them writing the weight out costs nothing beside the product
 Rows = Callable[[int, int], Tensor]
 Pieces = Callable[[Tensor], tuple[Tensor, int]]
 
@@ -60,6 +61,22 @@ class Layout:
         code, count = _CODES[self.kind], self.shape.numel()
         floats = scales.view(code.scale_dtype)
         return blockwise.dequantize(packed, floats, count, code, dtype).view(self.shape)
+
+    @property
+    def code(self) -> blockwise.BlockCode:
+        """How its numbers are written."""
+        return _CODES[self.kind]
+
+    def times(
+        self, x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None
+    ) -> Tensor | None:
+        """`dense.linear` of x by the weight (out, in), some rows of it unpacked at a time; None
+        where that is not faster, or not possible."""
+        code = self.code
+        if x.numel() > _MOST_ROWS * x.shape[-1] or not blockwise.takes(x, code):
+            return None
+        floats = scales.view(code.scale_dtype)
+        return blockwise.linear(x, packed, floats, self.shape[0], code, bias)
 
     def times_few(self, x: Tensor, packed: Tensor, scales: Tensor) -> Tensor | None:
         """x by the weight (out, in), unpacked in a GPU's registers; None for too many rows."""
@@ -111,6 +128,10 @@ class _PackedProduct(torch.autograd.Function):
             made = layout.times_few(x, packed, scales)
             if made is not None:
                 return made if bias is None else made + bias
+        if not turned and product is dense.linear:
+            made = layout.times(x, packed, scales, bias)
+            if made is not None:
+                return made
         weight = layout.unpacked(packed, scales, x.dtype)
         return product(x, weight.t() if turned else weight, bias)
 
@@ -135,7 +156,10 @@ class PackedWeight(StoredWeight):
         scales: as bytes, so that no cast (`.to`, FSDP2's mixed precision) rounds them, and every
             backend of torch.distributed can send them.
         layout: what they mean.
+        stays_packed: no copy of it is made for decoding, were there room for one.
     """
+
+    stays_packed = False
 
     def __init__(self, weight: Tensor, kind: str) -> None:
         """Quantizes `weight` (any shape, finite), which is not changed.

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from tandem.errors import ModelError
 from tandem.models.frozen import LinearLayer
 from tandem.models.token_rows import TokenRows
-from tandem.ops import dense
 
 ROWS = "lora_tokens"
 """What a layer calls its rows."""
@@ -79,10 +78,6 @@ class TokenHead(LinearLayer, nn.Linear):
 
     def _multiply(self, x: Tensor, rows: Tensor) -> Tensor:
         return self._linear(x, rows, None)
-
-    @staticmethod
-    def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return dense.linear(x, weight, bias)
 
 
 TokenLayer = TokenEmbedding | TokenHead

@@ -34,6 +34,7 @@ QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 """What can be quantized, and what it can come back as."""
 
 _KINDS: tuple[Kind, ...] = ("int8", "int4", "nf4")
+_MULTIPLIED = (torch.float32, torch.bfloat16)
 _MAX_BLOCK = 4096
 # Table of QLoRA, appendix E; the same numbers stand in csrc/blockwise.cpp.
 _NF4 = (
@@ -63,6 +64,11 @@ class BlockCode:
                 f"a block code must be int8, int4 or nf4, of an even block of 16 to {_MAX_BLOCK}, "
                 f"with float32 or bfloat16 scales; got {self}. Use INT8, INT4 or NF4."
             )
+
+    @property
+    def number(self) -> int:
+        """The kind, as the operations in C++ know it."""
+        return _KINDS.index(self.kind)
 
     @property
     def per_byte(self) -> int:
@@ -142,7 +148,7 @@ def quantize_into(
     """
     _check(codes, scales, x, code, numels)
     if _native(x):
-        _op("blockwise_quantize_")(x, codes, scales, _KINDS.index(code.kind), code.block, [*numels])
+        _op("blockwise_quantize_")(x, codes, scales, code.number, code.block, [*numels])
         return
     encode = _for_device(_ENCODERS[code.kind], x)
     padded = _pad(x, numels, code.block).view(-1, code.block)
@@ -165,8 +171,7 @@ def dequantize_into(
     """
     _check(codes, scales, out, code, numels)
     if _native(out):
-        kind = _KINDS.index(code.kind)
-        _op("blockwise_dequantize_")(codes, scales, out, kind, code.block, [*numels])
+        _op("blockwise_dequantize_")(codes, scales, out, code.number, code.block, [*numels])
         return
     if gpu.fuses(out) and out.is_contiguous() and out.shape[0] == len(codes) == len(numels) == 1:
         from tandem.ops.quantized_gpu import KINDS, dequantize_gpu  # imports Triton
@@ -182,6 +187,39 @@ def dequantize_into(
     blocks = decode(padded, scales.reshape(parts, num_blocks), out.dtype)
     blocks = blocks.view(out.shape[0], scales.shape[2] * code.block)
     out.copy_(_strip(blocks, numels, code.block))
+
+
+def takes(x: Tensor, code: BlockCode) -> bool:
+    """Whether `linear` multiplies rows of x, (..., in), by a weight of such codes."""
+    return x.dtype in _MULTIPLIED and _native(x) and reads_rows(x.shape[-1], code) and x.numel() > 0
+
+
+def reads_rows(inputs: int, code: BlockCode) -> bool:
+    """Whether a row of so many numbers starts a byte, wherever it is in the run."""
+    return inputs % code.per_byte == 0
+
+
+def linear(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    outputs: int,
+    code: BlockCode,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """x by a weight (outputs, in) that stays codes, without gradient: the bits of `dense.linear`
+    by the weight as `dequantize` gives it.
+
+    A few rows of the weight at a time are read into the processor's caches and multiplied there.
+
+    Args:
+        x: (..., in), one that `takes` takes.
+        codes, scales: of the weight as one run. bias: (outputs,), of x's dtype.
+    Returns:
+        (..., outputs).
+    """
+    made: Tensor = _op("linear_coded")(x, codes, scales, code.number, code.block, outputs, bias)
+    return made
 
 
 def _pad(rows: Tensor, lengths: Sequence[int], width: int) -> Tensor:

@@ -43,6 +43,7 @@ UNITS = (
     "products_amx.cpp",
     "gemm.cpp",
     "recurrence.cpp",
+    "coded.cpp",
     "tuning.cpp",
     "threads.cpp",
 )

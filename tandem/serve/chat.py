@@ -132,6 +132,7 @@ def chat(
     seed: int = 0,
     device: str = "auto",
     dtype: str = "auto",
+    weights: str = "",
     trust_remote_code: bool = False,
     tools: Sequence[str] = (),
     read: Callable[[str], str] = input,
@@ -141,7 +142,7 @@ def chat(
 
     Args:
         path, which: see `find_model`.
-        device, dtype: see `Place.of`.
+        device, dtype, weights: see `Place.of`.
         tools: functions that the model may call, as `file.py:name`.
         read, write: the terminal, or a replacement in tests.
     """
@@ -156,10 +157,10 @@ def chat(
     if which == "base":
         run = with_kept_template(load_config(Path(path) / "config.yaml"), Path(path))
         put_template(tokenizer, read_template(run.dataset.own_template))
-    place = Place.of(device, dtype)
+    place = Place.of(device, dtype, weights)
     chosen = place.dtype_of(source, trust_remote_code=trust_remote_code)
     model = load_causal_lm(source, dtype=chosen, trust_remote_code=trust_remote_code)
-    put(model, place.device, chosen)
+    put(model, place.device, chosen, place.weights)
     lay_out_model(model)
     renderer = Renderer(tokenizer, load_stop_ids(source))
     if problem := _unusable(system):

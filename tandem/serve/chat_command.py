@@ -60,6 +60,7 @@ def chat_command(args: Sequence[str]) -> int:
         seed=options.seed,
         device=options.device,
         dtype=options.dtype,
+        weights=options.weights,
         trust_remote_code=options.trust_remote_code,
         tools=options.tools,
     )

@@ -61,6 +61,7 @@ def _serve(options: Namespace, key: str) -> int:
         base=options.base,
         device=options.device,
         dtype=options.dtype,
+        weights=options.weights,
         trust_remote_code=options.trust_remote_code,
         slots=options.slots,
         max_queue=options.max_queue,
@@ -83,6 +84,8 @@ def place_flags(parser: Parser, auto: str) -> None:
     """The flags that say where a model is put, and in what type; `auto` says what auto takes."""
     parser.flag("--device NAME", "cpu, cuda or auto: a GPU if there is one.", "auto")
     parser.flag("--dtype NAME", f"fp32, bf16, fp16 or auto: {auto}", "auto")
+    kept = "int8 or nf4: keep the weights of linear layers in 8 or 4 bits, not exactly as saved."
+    parser.flag("--weights NAME", kept, "", shown="as saved")
 
 
 def check_place(options: Namespace) -> None:
@@ -94,6 +97,7 @@ def check_place(options: Namespace) -> None:
     choices = {
         "--device": (options.device, ("auto", "cpu", "cuda")),
         "--dtype": (options.dtype, ("auto", "fp32", "bf16", "fp16")),
+        "--weights": (options.weights or "int8", ("int8", "nf4")),
     }
     for flag, (value, known) in choices.items():
         if value not in known:

@@ -24,11 +24,14 @@ from tandem.models.checkpoint_ref import model_folders
 from tandem.models.eos import load_stop_ids
 from tandem.models.load import check_vocabulary, load_causal_lm, load_tokenizer, open_decoder
 from tandem.models.lora import add_lora
+from tandem.models.quantized import Layout
 from tandem.models.scalar import load_scalar_model
 from tandem.models.source import Located, load_config, positions_in, whole_model
 from tandem.serve.place import Place, put
 from tandem.serve.sources import BASE, ModelSource
 from tandem.serve.token_bytes import TokenBytes
+
+_EMBEDDINGS = ("embed", "wte", "wpe")  # in the names of matrices that are looked up
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,7 @@ def load_policy(
     check_vocabulary(model, tokenizer)
     stop_ids = load_stop_ids(source.base or source.path)
     renderer = Renderer(tokenizer, stop_ids)
-    put(model, settings.place.device, dtype)
+    put(model, settings.place.device, dtype, settings.place.weights)
     lay_out_model(model)
     return Loaded(source, model, tokenizer, renderer, version, step)
 
@@ -167,9 +170,14 @@ def check_there(source: ModelSource, settings: LoadSettings) -> None:
     open_decoder(source.base or source.path, trust_remote_code=settings.trust_remote_code)
 
 
-def weight_bytes(source: ModelSource, settings: LoadSettings) -> tuple[int, torch.dtype] | None:
+def weight_bytes(
+    source: ModelSource, settings: LoadSettings, *, quantizes: bool
+) -> tuple[int, torch.dtype] | None:
     """Bytes that a local model's weights will take, by its files, and in which type; None for a hub
-    name, and where it cannot be read, which is told when the model is loaded."""
+    name, and where it cannot be read, which is told when the model is loaded.
+
+    quantizes: matrices but embeddings become what the settings say.
+    """
     folder = Path(source.base or source.path).expanduser()
     if not folder.is_dir():
         return None
@@ -181,13 +189,16 @@ def weight_bytes(source: ModelSource, settings: LoadSettings) -> tuple[int, torc
         dtype = settings.dtype_of(source)
     except ModelError:
         return None
-    numbers = 0
+    kind = settings.place.weights if quantizes else ""
+    size = 0
     for tensor in read_headers(folder):
-        count = 1
-        for side in tensor.shape:
-            count *= side
-        numbers += count
-    return numbers * dtype.itemsize, dtype
+        shape = torch.Size(tensor.shape)
+        is_linear = len(shape) == 2 and not any(word in tensor.name for word in _EMBEDDINGS)
+        if kind and is_linear:
+            size += sum(Layout(kind, shape).sizes())
+        else:
+            size += shape.numel() * dtype.itemsize
+    return size, dtype
 
 
 def positions_of(source: ModelSource, settings: LoadSettings) -> int | None:

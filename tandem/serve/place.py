@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,30 +10,37 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tandem.devices import DTYPES, resolve_device, resolve_dtype
+from tandem.models.frozen import freeze_quantized
 from tandem.models.load import open_decoder
 from tandem.ops import native
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Device and type of models. dtype: None takes what fits each model (`dtype_of`)."""
+    """Device and type of models.
+
+    dtype: None takes what fits each model (`dtype_of`). weights: the kind of `models.quantized` to
+    which a model that answers is quantized; empty: its weights stay floats.
+    """
 
     device: torch.device
     dtype: torch.dtype | None
+    weights: str = ""
 
     @staticmethod
-    def of(device: str, dtype: str) -> Place:
-        """What the values of --device and --dtype mean on this machine.
+    def of(device: str, dtype: str, weights: str = "") -> Place:
+        """What the values of --device, --dtype and --weights mean on this machine.
 
         Raises:
             ModelError: a GPU was asked for and is not there.
         """
-        return Place(resolve_device(device), None if dtype == "auto" else DTYPES[dtype])
+        chosen = None if dtype == "auto" else DTYPES[dtype]
+        return Place(resolve_device(device), chosen, weights)
 
     def for_run(self, dtype: str) -> Place:
         """With the type in which a run of this `dtype` trains on the device, unless another was
         asked for: rewards and KL are compared with those of its training."""
-        return self if self.dtype else Place(self.device, resolve_dtype(dtype, self.device))
+        return self if self.dtype else replace(self, dtype=resolve_dtype(dtype, self.device))
 
     def dtype_of(self, path: str | Path, *, trust_remote_code: bool = False) -> torch.dtype:
         """The type that was asked for, or else: bf16 on a GPU, and on a CPU for a model that is
@@ -54,15 +61,24 @@ class Place:
 
 
 @torch.no_grad()
-def put(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Move a model there and cast its weights, in eval mode and frozen, in place.
+def put(
+    model: PreTrainedModel, device: torch.device, dtype: torch.dtype, weights: str = ""
+) -> None:
+    """Move a model there and cast its weights, in eval mode and frozen, in place; those of linear
+    layers are quantized if `weights` names a kind.
 
-    Weights are cast before they move, so that the device never holds another type. Buffers keep
-    theirs, as in training: frequencies of rotary positions in bfloat16 would put distant tokens
-    elsewhere.
+    Weights are cast and quantized before they move, so that the device never holds another type.
+    Buffers keep theirs, as in training: frequencies of rotary positions in bfloat16 would put
+    distant tokens elsewhere.
+
+    Raises:
+        ModelError: the model has no linear layer to quantize.
+        NumericsError: a weight to quantize is not finite.
     """
     module: nn.Module = model.eval().requires_grad_(False)
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
+    if weights:
+        freeze_quantized(model, weights)
     module.to(device)

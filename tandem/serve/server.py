@@ -52,13 +52,16 @@ def describe(service: Service) -> list[str]:
     offer, load = service.offer, service.load_settings
     scorers = [scorer for scorer in (offer.reward_model, offer.critic) if scorer is not None]
     device = load.place.device
-    sizes = [weight_bytes(source, load) for source in (*offer.models.values(), *scorers)]
+    kind = load.place.weights
+    sizes = [weight_bytes(source, load, quantizes=True) for source in offer.models.values()]
+    sizes += [weight_bytes(source, load, quantizes=False) for source in scorers]
     known = [size for size in sizes if size is not None]
     free = free_bytes(device)
     dtypes = sorted({str(dtype).removeprefix("torch.") for _, dtype in known})
     total = f"{_size(sum(size for size, _ in known))}{' and more' * (len(known) < len(sizes))}"
     total = total if known else "an unknown size"
-    in_types = f" as {' and '.join(dtypes)}" if dtypes else ""
+    kinds = [*dtypes, kind] if kind else dtypes
+    in_types = f" as {' and '.join(kinds)}" if dtypes else ""
     of, when = "of the model take", "loaded now"
     if len(sizes) > 1:
         of, when = f"of all {len(sizes)} models take", "each loaded when first asked for"

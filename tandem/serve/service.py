@@ -41,6 +41,7 @@ class ServeSettings:
     """What `tandem serve` was told.
 
     path: a run's folder, a model's folder or a hub name. base: where a moved base is now.
+    device, dtype, weights: see `Place.of`.
     slots: answers of one model side by side. max_queue: further answers that may wait.
     max_context: most tokens of prompt and answer. max_new_tokens: of an answer whose request does
     not say. prefill_tokens: most tokens of prompts that run between two tokens of running answers.
@@ -53,6 +54,7 @@ class ServeSettings:
     base: str = ""
     device: str = "cpu"
     dtype: str = "fp32"
+    weights: str = ""
     trust_remote_code: bool = False
     slots: int = 32
     max_queue: int = 64
@@ -299,4 +301,5 @@ def load_settings(settings: ServeSettings) -> LoadSettings:
     Raises:
         ModelError: a GPU was asked for and is not there.
     """
-    return LoadSettings(Place.of(settings.device, settings.dtype), settings.trust_remote_code)
+    place = Place.of(settings.device, settings.dtype, settings.weights)
+    return LoadSettings(place, settings.trust_remote_code)

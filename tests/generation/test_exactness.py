@@ -14,18 +14,22 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from tandem.config.schema import LoraConfig, SamplingConfig
 from tandem.engine.forward import response_logprobs
+from tandem.generation import runners as choice
 from tandem.generation.generator import generate
 from tandem.generation.native_runner import NativeRunner, runs_natively
-from tandem.generation.runner import TwinRunner, new_memory
+from tandem.generation.runner import Runner, TwinRunner, new_memory
 from tandem.generation.runners import make_runner
 from tandem.generation.sampler import sequence_key
 from tandem.generation.stops import Stops
 from tandem.generation.streaming import stream
 from tandem.models.frozen import freeze_quantized
 from tandem.models.lora import adapters_off, add_lora, keep_start, lora_layers, lora_parameters
+from tandem.models.quantized import PackedWeight
 from tandem.models.token_layers import token_rows
 from tandem.models.twin import shares_every_tensor
-from tandem.ops import native
+from tandem.ops import dense, native
+from tandem.ops.attention_context import KVMemory
+from tandem.ops.sizes import SHARE_TO_PACK
 from tandem.types import PromptRow, Rollout, Source
 
 from ..models.families import FAMILIES, tiny_model
@@ -209,9 +213,14 @@ def require_equal_runners(model: PreTrainedModel) -> Tensor:
     tokens = torch.arange(4, 60)
     logits = []
     assert runs_natively(model, 1 << 40)
-    for kind in (TwinRunner, NativeRunner):
+    runners: list[Callable[[KVMemory], Runner]] = [
+        lambda memory: TwinRunner(model, memory),
+        lambda memory: NativeRunner(model, memory, 60),
+        lambda memory: NativeRunner(model, memory, 60, unpacks=False),
+    ]
+    for made in runners:
         memory = new_memory(model, 8)
-        runner = kind(model, memory) if kind is TwinRunner else NativeRunner(model, memory, 60)
+        runner = made(memory)
         tables = torch.tensor([[2, 0, 6], [1, 3, 4]], dtype=torch.int32)
         with torch.no_grad():
             steps = [
@@ -224,7 +233,8 @@ def require_equal_runners(model: PreTrainedModel) -> Tensor:
                 steps.append(runner.decode(torch.tensor([token, token + 1]), positions, tables))
                 positions = positions + 1
         logits.append(torch.stack(steps))
-    assert torch.equal(*logits)
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
     return logits[0]
 
 
@@ -267,6 +277,42 @@ def test_the_runner_is_chosen_by_what_the_model_is() -> None:
     add_lora(mixed, LoraConfig(rank=2), seed=0)
     lora_layers(mixed)[0][1].alpha = 5.0
     assert type(make_runner(mixed, new_memory(mixed, 1), 16)) is TwinRunner  # of two scales
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_quantized_weights_are_read_as_they_are_where_there_is_no_room_for_a_copy(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama").requires_grad_(False)
+    copied: list[int] = []
+    pack = dense.pack_weight
+
+    def packed(weight: Tensor) -> Tensor:
+        copied.append(weight.numel())
+        return pack(weight)
+
+    freeze_quantized(model, kind)
+    monkeypatch.setattr(dense, "pack_weight", packed)
+    weights = sum(m.numel() for m in model.modules() if isinstance(m, PackedWeight))
+    for room, expected in ((weights, weights), (weights - 1, 0)):
+        copied.clear()
+        free = round(4 * room / SHARE_TO_PACK)
+        monkeypatch.setattr(choice, "free_bytes", lambda device, free=free: free)
+        runner = make_runner(model, new_memory(model, 1), 16)
+        assert type(runner) is NativeRunner
+        assert sum(copied) == expected
+
+
+@needs_native
+def test_rows_of_half_bytes_that_end_within_one_are_unpacked_by_the_modules() -> None:
+    model = tiny_model("llama", intermediate_size=39).requires_grad_(False)
+    freeze_quantized(model, "nf4")
+    assert type(make_runner(model, new_memory(model, 1), 16)) is TwinRunner
+    assert len(by_row(answer(model, prompts(4), max_new_tokens=2))) == 1
+    other = tiny_model("llama", intermediate_size=39).requires_grad_(False)
+    freeze_quantized(other, "int8")
+    require_equal_runners(other)
 
 
 def test_adapters_generate_live_and_no_weight_changes_however_often() -> None:

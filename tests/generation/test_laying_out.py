@@ -30,7 +30,7 @@ from tandem.models.laid_out import LaidOutWeight, lay_out
 from tandem.models.load import new_causal_lm
 from tandem.models.lora import adaptable, add_lora, lora_parameters
 from tandem.models.summary import sequence_flops
-from tandem.ops import native
+from tandem.ops import dense, native
 from tandem.types import PromptRow, Rollout, Source
 
 from ..models.families import perturbed, tiny_model
@@ -230,18 +230,30 @@ assert max(made) < made[0] + 30
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
-def test_sizes_that_panels_do_not_divide_and_quantized_weights_stay_as_they_are() -> None:
+def test_sizes_that_panels_do_not_divide_and_quantized_weights_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The bits are those of before either way; how wide a panel is depends on the processor."""
+    copied: list[tuple[int, ...]] = []
+    pack = dense.pack_weight
+
+    def packed(weight: Tensor) -> Tensor:
+        copied.append(tuple(weight.shape))
+        return pack(weight)
+
+    monkeypatch.setattr(dense, "pack_weight", packed)
     odd = frozen_model("llama", torch.float32, hidden_size=36, intermediate_size=40, head_dim=10)
     quantized = frozen_model("llama", torch.float32)
     freeze_quantized(quantized, "int8")
     for model in (odd, quantized):
         made, read = answers(model)
         assert lay_out_model(model)
+        copied.clear()
         again, read_again = answers(model)
         assert torch.equal(again.batch.token_ids, made.batch.token_ids)
         assert torch.equal(read_again, read)
     assert not any(isinstance(m.weight, LaidOutWeight) for m in linears(quantized))
+    assert not copied, "integers are read as they are, those of the head too"
     assert lay_out([torch.ones(3, 8), torch.ones(5, 8)]) is None
     assert lay_out([torch.ones(3, 8)]) is not None
 

@@ -1,5 +1,6 @@
 // The products of csrc/gemm.h for tests/ops/test_variants.py: without torch, so that they are built
 // in seconds for any processor.
+#include "coded.h"
 #include "gemm.h"
 
 using namespace tandem;
@@ -46,6 +47,18 @@ EXPORTED void product(bool half, const void* x, int64_t M, const void* w, const 
     using T = decltype(tag);
     products(static_cast<const T*>(x), M, static_cast<const T*>(w), static_cast<const T*>(bias),
              static_cast<const T*>(residual), N, K, static_cast<T*>(y), packed, ahead);
+  };
+  half ? run(bf16{}) : run(float{});
+}
+// The same by a weight of codes, `half_scales` saying of which type its scales are.
+EXPORTED void coded(bool half, const void* x, int64_t M, const uint8_t* codes, const void* scales,
+                    bool half_scales, int64_t kind, int64_t block, const void* bias, int64_t N,
+                    int64_t K, void* y) {
+  const Coded weight{codes, scales, half_scales, static_cast<Code>(kind), block};
+  const auto run = [&](auto tag) {
+    using T = decltype(tag);
+    multiply_coded(static_cast<const T*>(x), K, M, weight, N, K, static_cast<T*>(y), N,
+                   Epilogue<T>{static_cast<const T*>(bias)});
   };
   half ? run(bf16{}) : run(float{});
 }

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from tandem import processor
 from tandem.ops import dense, native
+from tandem.ops.blockwise import NF4, quantize
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not() or "available")
 
@@ -29,13 +31,15 @@ def decoder(
     adapters: list[Tensor] | None = None,
     blocks: int = 2,
     positions: int = POSITIONS,
+    stored: Sequence[Tensor] = (),
 ) -> Any:
-    """One layer of two heads of four, random weights; `parts` weights for it."""
+    """One layer of two heads of four, random weights; `parts` weights for it. stored: codes and
+    scales of NF4, which then stand for what is packed."""
     torch.manual_seed(0)
     none, ones = torch.empty(0), torch.ones(WIDTH)
 
     def packed(outputs: int, inputs: int) -> Tensor:
-        return dense.pack_weight(torch.randn(outputs, inputs))
+        return none if stored else dense.pack_weight(torch.randn(outputs, inputs))
 
     layer = [ones, packed(3 * WIDTH, WIDTH), none, none, none, packed(WIDTH, WIDTH), none, ones,
              packed(2 * INNER, WIDTH), none, packed(WIDTH, INNER), none,
@@ -53,6 +57,8 @@ def decoder(
         1e-5,
         0.5,
         2.0,
+        [*stored],
+        [NF4.number, NF4.block] if stored else [],
     )
 
 
@@ -96,6 +102,21 @@ def test_weights_that_do_not_fit_the_shape_are_refused() -> None:
     wrong = decoder(shape=(HEADS, HEADS, WIDTH // HEADS, 40, VOCABULARY, 1))
     with pytest.raises(RuntimeError, match="a packed weight must hold"):
         step(wrong, 0, 0)
+
+
+def test_codes_that_do_not_fit_the_shape_are_refused() -> None:
+    shapes = [*[(WIDTH, WIDTH)] * 4, *[(INNER, WIDTH)] * 2, (WIDTH, INNER), (VOCABULARY, WIDTH)]
+    stored = [part for shape in shapes for part in quantize(torch.ones(shape).view(-1), NF4)]
+    assert step(decoder(stored=stored), 0, 0).shape == (1, VOCABULARY)
+    with pytest.raises(RuntimeError, match="codes and scales of 8 weights"):
+        decoder(stored=stored[2:])
+    with pytest.raises(RuntimeError, match=rf"\({WIDTH}, {WIDTH}\) must have 32 bytes of codes"):
+        decoder(stored=[stored[0][1:], *stored[1:]])
+    with pytest.raises(RuntimeError, match="contiguous uint8 and float32 or bfloat16 scales"):
+        decoder(stored=[stored[0].int(), *stored[1:]])
+    none = torch.empty(0)
+    with pytest.raises(RuntimeError, match="weight 0 must be packed or codes; got neither"):
+        step(decoder(stored=[none.byte(), none, *stored[2:]]), 0, 0)
 
 
 @pytest.mark.parametrize("part", ["A", "B"])

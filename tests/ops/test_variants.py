@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tandem import processor
 from tandem.ops import native
+from tandem.ops.blockwise import INT4, INT8, NF4, BlockCode, dequantize, quantize
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = {
@@ -35,6 +36,8 @@ def runs_here() -> list[str]:
     words = processor.features()
     return ["native", *(march for march, needed in LEVELS.items() if needed <= words)]
 
+
+CODES = [INT8, INT4, NF4, BlockCode("nf4", 18), BlockCode("int4", 70)]
 
 # How a weight is read.
 WAYS = AS_IT_LIES, PACKED, READY = 0, 1, 2
@@ -94,7 +97,7 @@ def built(march: str, harness: str, sources: tuple[str, ...] = ()) -> ctypes.CDL
 
 
 def products(march: str) -> ctypes.CDLL:
-    return built(march, "products.cpp", ("gemm", "products_amx", "tuning", "threads"))
+    return built(march, "products.cpp", ("gemm", "coded", "products_amx", "tuning", "threads"))
 
 
 def product(
@@ -119,6 +122,22 @@ def product(
     library.product(
         half, pointers[0], ctypes.c_int64(rows), *pointers[1:4], *shape, *pointers[4:], ahead
     )
+    return y
+
+
+def coded(
+    march: str, x: Tensor, codes: Tensor, scales: Tensor, code: BlockCode, bias: Tensor
+) -> Tensor:
+    """x by a weight of codes and the bias."""
+    function = products(march).coded
+    function.restype = None
+    y = torch.empty(len(x), len(bias), dtype=x.dtype)
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, codes, scales, bias, y)]
+    numbers = [ctypes.c_int64(n) for n in (len(x), code.number, code.block, len(bias), x.shape[1])]
+    function(
+        x.dtype == torch.bfloat16, pointers[0], numbers[0], *pointers[1:3],
+        scales.dtype == torch.bfloat16, *numbers[1:3], pointers[3], *numbers[3:], pointers[4],
+    )  # fmt: skip
     return y
 
 
@@ -162,6 +181,37 @@ def test_a_row_is_the_same_on_the_matrix_unit(
     needs_pairs()
     assert uses_amx(EMULATED_AMX, dtype)
     check_rows(EMULATED_AMX, dtype, threads)
+
+
+@pytest.mark.parametrize("march", [*variants(), pytest.param(EMULATED_AMX)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "code", [INT8, INT4, NF4, BlockCode("nf4", 18), BlockCode("int4", 70)], ids=str
+)
+def test_a_weight_of_codes_gives_the_bits_of_the_weight_that_they_stand_for(
+    march: str, code: BlockCode, dtype: torch.dtype, threads: Callable[[int], None]
+) -> None:
+    if march == EMULATED_AMX:
+        needs_pairs()
+    for outputs, inputs in ((70, 320), (5, 34), (33, 1230), (130, 2200)):
+        x, weight, bias = operands(outputs, inputs, dtype)
+        if outputs > 5:  # of more than a block
+            weight[3, 9] = float("inf")  # comes back as a block of NaN
+        codes, scales = quantize(weight.view(-1), code)
+        read = dequantize(codes, scales, weight.numel(), code, dtype).view(weight.shape)
+        threads(1)
+        want = product(march, x, read, bias, ahead=AS_IT_LIES)
+        for rows in (1, 2, 3, 4, 5, 7, 8, 9, 20, 70):
+            threads(1 + rows % 2)
+            got = coded(march, x[:rows], codes, scales, code, bias)
+            assert torch.equal(got.view(bits := {4: torch.int32, 2: torch.int16}[x.itemsize]),
+                               want[:rows].view(bits)), (outputs, inputs, rows)  # fmt: skip
+        exact = x.double() @ read.double().t() + bias.double()
+        finite = exact.isfinite()
+        assert finite.any()
+        assert torch.equal(want.isfinite(), finite)
+        error = (want.double() - exact)[finite].abs().max() / exact[finite].abs().max()
+        assert error < (2**-7 if dtype == torch.bfloat16 else 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

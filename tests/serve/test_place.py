@@ -20,15 +20,18 @@ from tandem.devices import DTYPES
 from tandem.engine.forward import response_logprobs
 from tandem.errors import ConfigError, ModelError
 from tandem.models.adapter import save_adapter
+from tandem.models.frozen import freeze_quantized
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.models.lora import add_lora
+from tandem.models.quantized import PackedWeight
 from tandem.models.save import save_model
 from tandem.ops import native
 from tandem.parallel.masters import cast_weights
 from tandem.serve.command import check_place, place_flags
 from tandem.serve.judging import sequence_logprobs
-from tandem.serve.loading import LoadSettings, load_policy
+from tandem.serve.loading import LoadSettings, load_policy, weight_bytes
 from tandem.serve.place import Place, put
+from tandem.serve.server import describe
 from tandem.serve.sources import offer_of
 from tandem.types import Source, TokenBatch, TokenRow
 from tests.serve.serving import serving
@@ -102,6 +105,39 @@ def test_what_answers_computes_what_training_does(saved: Callable[[str], str], d
             assert torch.equal(model(ids[None], use_cache=False).logits, want)
 
 
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_weights_are_quantized_as_training_quantizes_them(
+    saved: Callable[[str], str], kind: str
+) -> None:
+    folder = saved("bf16")
+    source = offer_of(folder).models[Path(folder).name]
+    settings = LoadSettings(Place.of("cpu", "auto", kind))
+    served = load_policy(source, settings)
+    trained = load_causal_lm(folder, dtype=settings.dtype_of(source)).requires_grad_(False)
+    quantized = freeze_quantized(trained, kind)
+    row = TokenRow(tuple(range(3, 60)), (False,) * 20 + (True,) * 37, Source("x", "x", 1))
+    with torch.no_grad():
+        learned = response_logprobs(trained, TokenBatch.from_rows([row], 0))[0][0, 20:]
+    assert [token.logprob for token in sequence_logprobs(served, [row], 0)[0]] == [
+        pytest.approx(float(number), abs=1e-6) for number in learned
+    ]
+    kept = [m for m in served.model.modules() if isinstance(m, PackedWeight)]
+    assert len(kept) == len(quantized)
+    size = sum(p.nbytes for p in served.model.parameters())
+    assert weight_bytes(source, settings, quantizes=True) == (size, settings.dtype_of(source))
+    plain = weight_bytes(source, settings, quantizes=False)
+    assert plain is not None
+    assert plain[0] > size
+
+
+def test_a_server_says_in_how_many_bits_it_keeps_a_model(served_run: Path) -> None:
+    with serving(served_run, weights="nf4") as client:
+        service = client.service  # type: ignore[attr-defined]
+        assert "as float32 and nf4" in "\n".join(describe(service))
+        made = client.post("/v1/completions", json={"model": "sft", "prompt": "a", "max_tokens": 3})
+        assert made.status_code == 200
+
+
 def test_the_device_never_holds_weights_in_two_types(saved: Callable[[str], str]) -> None:
     made: list[Tensor] = []
 
@@ -158,6 +194,8 @@ def test_the_flags_take_known_names() -> None:
     for flags in (["--device", "gpu"], ["--dtype", "int4"]):
         with pytest.raises(ConfigError, match=f"{flags[0]} must be one of auto, .*; got"):
             check_place(parser.parse_args(flags))
+    with pytest.raises(ConfigError, match="--weights must be one of int8, nf4; got 'int4'"):
+        check_place(parser.parse_args(["--weights", "int4"]))
 
 
 def test_the_type_of_a_broken_folder_is_an_error(tmp_path: Path) -> None:

@@ -5,48 +5,17 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <limits>
 #include <vector>
 
-#include "lanes.h"
+#include "codes.h"
 #include "threads.h"
 
 namespace tandem {
 namespace {
 
 using at::Tensor;
-
-constexpr int64_t kMaxBlock = 4096;
-enum Code : int64_t { kInt8 = 0, kInt4 = 1, kNF4 = 2 };
-
-// The table of QLoRA, appendix E; the same numbers stand in ops/blockwise.py.
-constexpr std::array<float, 16> kNF4Numbers = {
-    -1.0f,                -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
-    -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
-    0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
-    0.44070982933044434f, 0.5626170039176941f,  0.7229568362236023f,  1.0f};
-
-// ---- floats to and from a buffer ----
-
-template <class T>
-TANDEM_INLINE void widen_block(const T* x, float* to, int64_t n) {
-  for_columns(n, [&](int64_t i, int lanes) { store_lanes(to + i, load_lanes(x + i, lanes), lanes); });
-}
-template <>
-TANDEM_INLINE void widen_block(const c10::Half* x, float* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<float>(x[i]);
-}
-
-template <class T>
-TANDEM_INLINE void narrow_block(const float* x, T* to, int64_t n) {
-  for_columns(n, [&](int64_t i, int lanes) { store_lanes(to + i, load_lanes(x + i, lanes), lanes); });
-}
-template <>
-TANDEM_INLINE void narrow_block(const float* x, c10::Half* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = c10::Half(x[i]);
-}
 
 // ---- one block to codes ----
 
@@ -101,127 +70,6 @@ void encode_block(const T* x, uint8_t* codes, S* scale_out, int64_t n) {
     for (int64_t i = 0; i < (n + 1) / 2; ++i)
       codes[i] = static_cast<uint8_t>(small[2 * i] | (small[2 * i + 1] << 4));
   }
-}
-
-// ---- one block from codes ----
-
-// What every byte stands for, two numbers of NF4.
-const std::array<std::array<float, 2>, 256>& nf4_pairs() {
-  static const auto pairs = [] {
-    std::array<std::array<float, 2>, 256> all{};
-    for (int i = 0; i < 256; ++i) all[i] = {kNF4Numbers[i & 15], kNF4Numbers[i >> 4]};
-    return all;
-  }();
-  return pairs;
-}
-
-// Code numbers without their scale; writes n + 1 where n is odd.
-template <int64_t kind>
-TANDEM_INLINE void numbers_of(const uint8_t* codes, float* to, int64_t n) {
-  if constexpr (kind == kInt8) {
-    for (int64_t i = 0; i < n; ++i) to[i] = static_cast<float>(static_cast<int8_t>(codes[i]));
-  } else if constexpr (kind == kInt4) {
-    for (int64_t i = 0; i < (n + 1) / 2; ++i) {
-      to[2 * i] = static_cast<float>(static_cast<int32_t>(codes[i] & 15) - 8);
-      to[2 * i + 1] = static_cast<float>(static_cast<int32_t>(codes[i] >> 4) - 8);
-    }
-  } else {
-    const auto& pairs = nf4_pairs();
-    for (int64_t i = 0; i < (n + 1) / 2; ++i)
-      __builtin_memcpy(to + 2 * i, pairs[codes[i]].data(), 2 * sizeof(float));
-  }
-}
-
-// ---- sixteen codes at a time, where a table of sixteen numbers fits registers ----
-
-#if defined(__AVX512F__) || defined(__AVX2__)
-#define TANDEM_SIXTEEN_CODES 1
-
-// Sixteen half bytes as bytes, the lower half of each first.
-TANDEM_INLINE __m128i half_bytes(const uint8_t* codes) {
-  const __m128i both = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
-  const __m128i low = _mm_set1_epi8(15);
-  return _mm_unpacklo_epi8(_mm_and_si128(both, low), _mm_and_si128(_mm_srli_epi16(both, 4), low));
-}
-
-#if defined(__AVX512F__)
-template <int64_t kind>
-TANDEM_INLINE v16 sixteen_numbers(const uint8_t* codes) {
-  if constexpr (kind == kInt8) {
-    const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
-    return reinterpret_cast<v16>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(all)));
-  } else {
-    const __m512i all = _mm512_cvtepu8_epi32(half_bytes(codes));
-    if constexpr (kind == kInt4)
-      return reinterpret_cast<v16>(_mm512_cvtepi32_ps(_mm512_sub_epi32(all, _mm512_set1_epi32(8))));
-    else
-      return reinterpret_cast<v16>(
-          _mm512_permutexvar_ps(all, _mm512_loadu_ps(kNF4Numbers.data())));
-  }
-}
-#else
-template <int64_t kind>
-TANDEM_INLINE v8 eight_numbers(__m128i codes) {  // the lower eight bytes
-  if constexpr (kind == kInt8) {
-    return reinterpret_cast<v8>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)));
-  } else {
-    const __m256i all = _mm256_cvtepu8_epi32(codes);
-    if constexpr (kind == kInt4) {
-      const __m256i signed_ = _mm256_sub_epi32(all, _mm256_set1_epi32(8));
-      return reinterpret_cast<v8>(_mm256_cvtepi32_ps(signed_));
-    } else {  // a permutation looks at three bits; the fourth chooses between two of them
-      const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(kNF4Numbers.data()), all);
-      const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(kNF4Numbers.data() + 8), all);
-      const __m256 fourth = _mm256_castsi256_ps(_mm256_slli_epi32(all, 28));
-      return reinterpret_cast<v8>(_mm256_blendv_ps(low, high, fourth));
-    }
-  }
-}
-template <int64_t kind>
-TANDEM_INLINE v16 sixteen_numbers(const uint8_t* codes) {
-  const __m128i all = kind == kInt8 ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))
-                                    : half_bytes(codes);
-  return {eight_numbers<kind>(all), eight_numbers<kind>(_mm_srli_si128(all, 8))};
-}
-#endif
-
-// Whole sixteens of one block's n numbers; returns how many.
-template <int64_t kind, class T>
-TANDEM_INLINE int64_t decode_sixteens(const uint8_t* codes, float scale, T* out, int64_t n) {
-  constexpr int64_t per_byte = kind == kInt8 ? 1 : 2;
-  const v16 scales = splat(scale);
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes)
-    store(out + i, sixteen_numbers<kind>(codes + i / per_byte) * scales);
-  return i;
-}
-#endif
-
-template <int64_t kind, class T, class S>
-void decode_block(const uint8_t* codes, int64_t code_stride, const S* scales, int64_t scale_stride,
-                  int64_t parts, T* out, int64_t n) {
-#ifdef TANDEM_SIXTEEN_CODES
-  if constexpr (!std::is_same_v<T, c10::Half>) {
-    if (parts == 1) {
-      const int64_t done = decode_sixteens<kind>(codes, static_cast<float>(*scales), out, n);
-      codes += done / (kind == kInt8 ? 1 : 2);
-      out += done;
-      n -= done;
-      if (n == 0) return;
-    }
-  }
-#endif
-  alignas(64) float numbers[kMaxBlock + 2], total[kMaxBlock];
-  for (int64_t part = 0; part < parts; ++part) {
-    numbers_of<kind>(codes + part * code_stride, numbers, n);
-    const float scale = static_cast<float>(scales[part * scale_stride]);
-    if (part == 0) {
-      for (int64_t i = 0; i < n; ++i) total[i] = numbers[i] * scale;
-    } else {
-      for (int64_t i = 0; i < n; ++i) total[i] += numbers[i] * scale;
-    }
-  }
-  narrow_block(total, out, n);
 }
 
 // ---- all blocks ----
@@ -310,8 +158,8 @@ void quantize(const Tensor& x, Tensor& codes, Tensor& scales, int64_t kind, int6
       uint8_t* to = codes.mutable_data_ptr<uint8_t>();
       S* scale_to = scales.mutable_data_ptr<S>();
       const int64_t xs = x.stride(0), cs = codes.stride(0), ss = scales.stride(0);
-      runs.for_blocks(x.size(0), kind == kInt8 ? 1 : 2, [&](int64_t row, int64_t first,
-                                                            int64_t byte, int64_t b, int64_t n) {
+      runs.for_blocks(x.size(0), kPerByte<tag.value>, [&](int64_t row, int64_t first,
+                                                          int64_t byte, int64_t b, int64_t n) {
         encode_block<tag.value>(from + row * xs + first, to + row * cs + byte,
                                 scale_to + row * ss + b, n);
       });
@@ -334,8 +182,8 @@ void dequantize(const Tensor& codes, const Tensor& scales, Tensor& out, int64_t 
       const S* scale_from = scales.const_data_ptr<S>();
       T* to = out.mutable_data_ptr<T>();
       const int64_t os = out.stride(0), cs = codes.stride(1), ss = scales.stride(1);
-      runs.for_blocks(out.size(0), kind == kInt8 ? 1 : 2, [&](int64_t row, int64_t first,
-                                                              int64_t byte, int64_t b, int64_t n) {
+      runs.for_blocks(out.size(0), kPerByte<tag.value>, [&](int64_t row, int64_t first,
+                                                                int64_t byte, int64_t b, int64_t n) {
         decode_block<tag.value>(from + row * cs + byte, codes.stride(0), scale_from + row * ss + b,
                                 scales.stride(0), codes.size(0), to + row * os + first, n);
       });

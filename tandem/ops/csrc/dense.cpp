@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <tuple>
 
+#include "coded_tensors.h"
 #include "gemm.h"
 #include "gradient.h"
 #include "rows.h"
@@ -94,6 +95,21 @@ Tensor linear_packed(const Tensor& x, const Tensor& packed, int64_t N, int64_t K
       multiply_packed(rows.data<T>(), rows.stride, rows.count, packed.const_data_ptr<float>(), N, K,
                       y.mutable_data_ptr<T>(), N,
                       Epilogue<T>{bias ? b.const_data_ptr<T>() : nullptr});
+    });
+  });
+}
+
+Tensor linear_coded(const Tensor& x, const Tensor& codes, const Tensor& scales, int64_t kind,
+                    int64_t block, int64_t N, const OptionalTensor& bias) {
+  const int64_t K = x.dim() ? x.size(-1) : 0;
+  check_linear(x, K, x.scalar_type(), bias, N);
+  const Coded weight = coded(codes, scales, kind, block, N, K);
+  const Tensor b = bias ? bias->contiguous() : Tensor();
+  return product(x, N, [&](const RowsOf& rows, Tensor& y) {
+    for_dtype(x.scalar_type(), "linear's input", [&](auto tag) {
+      using T = decltype(tag);
+      multiply_coded(rows.data<T>(), rows.stride, rows.count, weight, N, K, y.mutable_data_ptr<T>(),
+                     N, Epilogue<T>{bias ? b.const_data_ptr<T>() : nullptr});
     });
   });
 }
@@ -645,6 +661,8 @@ std::tuple<Tensor, Tensor, Tensor> sample(const Tensor& logits, const Tensor& ke
 TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def("pack_weight(Tensor weight) -> Tensor");
+  m.def("linear_coded(Tensor x, Tensor codes, Tensor scales, int kind, int block, int N,"
+        " Tensor? bias) -> Tensor");
   m.def("linear_packed(Tensor x, Tensor packed, int N, int K, Tensor? bias) -> Tensor");
   m.def("add_turned(Tensor(a!) total, Tensor left, Tensor right, bool is_new) -> ()");
   m.def("embedding(Tensor ids, Tensor weight, int padding) -> Tensor");
@@ -665,6 +683,7 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
 TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("linear", &linear_cpu);
   m.impl("pack_weight", &pack_weight);
+  m.impl("linear_coded", &linear_coded);
   m.impl("linear_packed", &linear_packed);
   m.impl("add_turned", &add_turned_product);
   m.impl("embedding", &embedding_cpu);

@@ -352,29 +352,6 @@ void multiply_group(const TileWork<T, P>& work, int64_t count, int64_t lanes, co
 
 // ---- whole products ----
 
-// Rows (M, K) in words that `tile` can broadcast: where they lie, or a copy.
-struct Words {
-  const word* data;
-  int64_t stride, step = 1;
-};
-
-template <class T>
-Words words_of_rows(const T* x, int64_t x_stride, int64_t M, int64_t K) {
-  if constexpr (std::is_same_v<T, float>) {
-    return {x, x_stride};
-  } else {
-    if (kPairs && K % 2 == 0 && x_stride % 2 == 0)
-      return {reinterpret_cast<const word*>(x), x_stride / 2};
-    const int64_t words = words_of<T>(K);
-    float* copy = scratch(Use::rows, M * words);
-    for (int64_t m = 0; m < M; ++m)
-      for (int64_t k = 0; k < words; k += kLanes)
-        store_lanes(copy + m * words + k, row_words(x + m * x_stride, k, K),
-                    static_cast<int>(std::min<int64_t>(kLanes, words - k)));
-    return {copy, words};
-  }
-}
-
 // Where the sums of a panel's rows come from and go to, (rows, kPanel) each; null: from 0, into y.
 struct Sums {
   const float* before = nullptr;
@@ -554,6 +531,38 @@ void multiply_packing(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& 
     }
   });
 }
+
+}  // namespace
+
+template <class T>
+void multiply_made(const T* x, int64_t x_stride, int64_t M, int64_t N, int64_t K, T* y,
+                   int64_t y_stride, const Epilogue<T>& epilogue, MakePanel make) {
+  // Rows at a time: making a panel costs little beside so many, and their copies stay small.
+  constexpr int64_t kMany = 256;
+  const int64_t words = words_of<T>(K), panels = (N + kPanel - 1) / kPanel;
+  for (int64_t m = 0; m < M; m += kMany) {
+    const int64_t some = std::min(kMany, M - m);
+    const Trial trial(Product::packed, std::is_same_v<T, bf16>, some, N, K, kCuts, kNumCuts);
+    const Words rows = words_of_rows(x + m * x_stride, x_stride, some, K);
+    parallel_for(0, panels, kGrain / (words * kPanel * some) + 1, [&](int64_t from, int64_t to) {
+      float* const panel = scratch(Use::panel, kPanel * std::min(kDeep, words));
+      float* const sums = words > kDeep ? scratch(Use::sums, some * kPanel) : nullptr;
+      for (int64_t n = from * kPanel; n < std::min(N, to * kPanel); n += kPanel) {
+        const int64_t width = std::min(kPanel, N - n);
+        for (int64_t k = 0; k < words; k += kDeep) {
+          const int64_t part = std::min(kDeep, words - k), column = k * kPerWord<T>;
+          make(n, width, column, std::min(kDeep * kPerWord<T>, K - column), panel);
+          multiply_panel(Words{rows.data + k, rows.stride}, 0, some,
+                         reinterpret_cast<const word*>(panel), width, part, y + m * y_stride + n,
+                         y_stride, epilogue.at(m, n), trial.cut(), {},
+                         {k ? sums : nullptr, k + part < words ? sums : nullptr});
+        }
+      }
+    });
+  }
+}
+
+namespace {
 
 // The same with lanes over m: the rows of x become panels and the weight's rows are broadcast from
 // where they lie, so each of its words is read once per panel and nothing of it is copied.
@@ -1052,6 +1061,8 @@ void multiply_ready(const T* x, int64_t x_stride, int64_t M, const float* ready,
   template int64_t ready_size<T>(int64_t, int64_t);                                               \
   template int64_t ready_columns<T>();                                                            \
   template void make_ready(const Matrix<T>&, int64_t, int64_t, float*);                           \
+  template void multiply_made(const T*, int64_t, int64_t, int64_t, int64_t, T*, int64_t,           \
+                              const Epilogue<T>&, MakePanel);                                     \
   template void multiply_ready(const T*, int64_t, int64_t, const float*, int64_t, int64_t, T*,    \
                                int64_t, const Epilogue<T>&);
 TANDEM_PRODUCTS(float)

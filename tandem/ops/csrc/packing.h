@@ -8,6 +8,8 @@
 #include <cstring>
 #include <new>
 
+#include <c10/util/FunctionRef.h>
+
 #include "gemm.h"
 #include "threads.h"
 #include "tiles.h"
@@ -25,7 +27,7 @@ constexpr int64_t kPanel = 16;
 constexpr int64_t kGrain = 1 << 17;
 
 // Memory of one thread that grows and is kept: one per purpose, so that uses do not meet.
-enum class Use { weights, rows, panel, tile, sums, count };
+enum class Use { weights, rows, panel, tile, sums, read, count };
 
 inline float* scratch(Use use, int64_t floats) {
   struct Memory {
@@ -52,6 +54,17 @@ TANDEM_INLINE void finish(T* y, v16 sums, const T* bias, const T* residual, int 
   if (residual) sums = load_lanes(residual, lanes) + rounded<T>(sums);
   store_lanes(y, sums, lanes);
 }
+
+// Writes numbers k to k + length of rows `first` to first + width of a weight as words, a panel
+// (words, round_up(width, 16)).
+using MakePanel = c10::function_ref<void(int64_t first, int64_t width, int64_t k, int64_t length,
+                                         float* panel)>;
+
+// y (M, N) = x (M, K) by a weight that is made panel by panel, summed by vectors (gemm.h's rule without
+// the matrix unit).
+template <class T>
+void multiply_made(const T* x, int64_t x_stride, int64_t M, int64_t N, int64_t K, T* y,
+                   int64_t y_stride, const Epilogue<T>& epilogue, MakePanel make);
 
 // ---- 16 rows of words become columns ----
 
@@ -111,6 +124,29 @@ TANDEM_INLINE v16 row_words(const T* row, int64_t k, int64_t K) {
     v16 x = {};
     __builtin_memcpy(&x, row + 2 * k, values * sizeof(T));
     return x;
+  }
+}
+
+// Rows (M, K) in words that are broadcast: where they lie, or a copy.
+struct Words {
+  const word* data;
+  int64_t stride, step = 1;
+};
+
+template <class T>
+Words words_of_rows(const T* x, int64_t x_stride, int64_t M, int64_t K) {
+  if constexpr (std::is_same_v<T, float>) {
+    return {x, x_stride};
+  } else {
+    if (kPairs && K % 2 == 0 && x_stride % 2 == 0)
+      return {reinterpret_cast<const word*>(x), x_stride / 2};
+    const int64_t words = words_of<T>(K);
+    float* copy = scratch(Use::rows, M * words);
+    for (int64_t m = 0; m < M; ++m)
+      for (int64_t k = 0; k < words; k += kLanes)
+        store_lanes(copy + m * words + k, row_words(x + m * x_stride, k, K),
+                    static_cast<int>(std::min<int64_t>(kLanes, words - k)));
+    return {copy, words};
   }
 }
 

@@ -17,6 +17,7 @@
 #include <tuple>
 #include <vector>
 
+#include "coded_tensors.h"
 #include "gemm.h"
 #include "kv_memory.h"
 #include "rows.h"
@@ -41,6 +42,8 @@ enum Part {
   // another, then B of each.
   kQKVA, kQB, kKB, kVB, kOutA, kOutB, kGateUpA, kGateB, kUpB, kDownA, kDownB, kParts
 };
+// Weights of a layer that may stay codes (coded.h), which then stand in place of the packed ones.
+enum CodedPart { kCodedQ, kCodedK, kCodedV, kCodedOut, kCodedGate, kCodedUp, kCodedDown, kCodedParts };
 // After the layers: the last norm, the vocabulary head and its bias.
 enum Last { kLastNorm, kHead, kHeadBias, kLastParts };
 // What is kept of a layer for a backward pass, a row for each token that has been run: queries, keys
@@ -60,14 +63,17 @@ class LlamaDecoder : public torch::CustomClassHolder {
  public:
   // embedding (V, width); cos and sin (positions, D); per layer keys, values and window; shape:
   // query heads, key heads, head width D, inner width, outputs of the vocabulary head, and the rank of
-  // adapters, whose outputs are multiplied by `adapter_scale`.
+  // adapters, whose outputs are multiplied by `adapter_scale`. stored: codes and scales of each of
+  // kCodedParts of each layer and of the vocabulary head, empty where a packed weight is given; or
+  // nothing at all; code: their kind and block.
   LlamaDecoder(Tensor embedding, Tensor cos, Tensor sin, Tensors weights, Tensors keys,
                Tensors values, std::vector<int64_t> shape, std::vector<int64_t> windows,
-               double eps, double scale, double adapter_scale)
+               double eps, double scale, double adapter_scale, Tensors stored,
+               std::vector<int64_t> code)
       : embedding_(std::move(embedding)), cos_(std::move(cos)), sin_(std::move(sin)),
         weights_(std::move(weights)), keys_(std::move(keys)), values_(std::move(values)),
         windows_(std::move(windows)), scale_(scale), eps_(static_cast<float>(eps)),
-        adapter_scale_(static_cast<float>(adapter_scale)) {
+        adapter_scale_(static_cast<float>(adapter_scale)), stored_(std::move(stored)) {
     TORCH_CHECK(shape.size() == 6, "LlamaDecoder's shape must be 6 numbers; got ", shape.size(),
                 ".");
     Hq_ = shape[0], Hkv_ = shape[1], D_ = shape[2], I_ = shape[3], outputs_ = shape[4];
@@ -91,6 +97,7 @@ class LlamaDecoder : public torch::CustomClassHolder {
     TORCH_CHECK(cos_.sizes() == sin_.sizes() && cos_.size(1) <= D_ && cos_.size(1) % 2 == 0,
                 "LlamaDecoder's cos and sin must be (positions, R), R even and at most ", D_,
                 "; got ", cos_.sizes(), " and ", sin_.sizes(), ".");
+    if (!stored_.empty()) read_codes(code);
   }
 
   // From now on every token's states are kept, in the order in which tokens are run: `states` are
@@ -256,6 +263,41 @@ class LlamaDecoder : public torch::CustomClassHolder {
   }
 
  private:
+  void read_codes(const std::vector<int64_t>& code) {
+    const size_t layers = windows_.size(), count = layers * kCodedParts + 1;
+    TORCH_CHECK(stored_.size() == 2 * count && code.size() == 2, "LlamaDecoder must get codes and scales of ",
+                count, " weights, their kind and block; got ", stored_.size(), " and ", code.size(), ".");
+    const int64_t width = embedding_.size(1), q = Hq_ * D_, kv = Hkv_ * D_;
+    const int64_t shapes[kCodedParts][2] = {{q, width},  {kv, width}, {kv, width}, {width, q},
+                                            {I_, width}, {I_, width}, {width, I_}};
+    for (size_t i = 0; i < count; ++i) {
+      const Tensor &codes = stored_[2 * i], &scales = stored_[2 * i + 1];
+      const bool is_head = i + 1 == count;
+      const int64_t N = is_head ? outputs_ : shapes[i % kCodedParts][0];
+      const int64_t K = is_head ? width : shapes[i % kCodedParts][1];
+      codes_.push_back(codes.numel() ? std::optional(coded(codes, scales, code[0], code[1], N, K))
+                                     : std::nullopt);
+    }
+  }
+
+  // The weights whose outputs lie side by side behind a packed weight's place: the first of them in
+  // codes_, and how many outputs each has.
+  struct Beside {
+    size_t first;
+    std::vector<int64_t> widths;
+  };
+  Beside beside(size_t weight) const {
+    const size_t layer = weight / kParts;
+    if (layer == windows_.size()) return {layer * kCodedParts, {outputs_}};
+    const size_t first = layer * kCodedParts;
+    switch (weight % kParts) {
+      case kQKV: return {first + kCodedQ, {Hq_ * D_, Hkv_ * D_, Hkv_ * D_}};
+      case kOut: return {first + kCodedOut, {embedding_.size(1)}};
+      case kGateUp: return {first + kCodedGate, {I_, I_}};
+      default: return {first + kCodedDown, {embedding_.size(1)}};
+    }
+  }
+
   template <class Attend>
   Tensor by_type(const Tensor& tokens, const Tensor& positions, const std::optional<Tensor>& lasts,
                  const Attend& attend) {
@@ -379,11 +421,23 @@ class LlamaDecoder : public torch::CustomClassHolder {
                  [&](int64_t i) { rms_row<false>(x + i * stride, w, y + i * stride, D, eps_); });
   }
 
-  // y (n, N) = x (n, K) by the packed weight and the bias after it, added to `residual` if given.
+  // y (n, N) = x (n, K) by the packed weight, or by codes, and the bias after it, added to `residual` if
+  // given.
   template <class T>
   void linear(const T* x, int64_t x_stride, int64_t n, int64_t K, size_t weight, int64_t N, T* y,
               const T* residual = nullptr) const {
     const Tensor &packed = weights_[weight], &bias = weights_[weight + 1];
+    if (!packed.numel() && !codes_.empty()) {
+      auto [at, widths] = beside(weight);
+      Epilogue<T> epilogue{bias.numel() ? bias.const_data_ptr<T>() : nullptr, residual, N};
+      for (const int64_t some : widths) {
+        TORCH_CHECK(codes_[at], "weight ", at, " must be packed or codes; got neither.");
+        multiply_coded(x, x_stride, n, *codes_[at++], some, K, y, N, epilogue);
+        y += some;
+        epilogue = epilogue.at(0, some);
+      }
+      return;
+    }
     TORCH_CHECK(packed.numel() == packed_size<T>(N, K) && (!bias.numel() || bias.numel() == N),
                 "a packed weight must hold ", packed_size<T>(N, K), " words; got ", packed.numel(),
                 ".");
@@ -479,6 +533,8 @@ class LlamaDecoder : public torch::CustomClassHolder {
   Tensors weights_, keys_, values_, states_;
   int64_t num_kept_ = 0;
   std::vector<int64_t> windows_;
+  Tensors stored_;
+  std::vector<std::optional<Coded>> codes_;
   int64_t Hq_, Hkv_, D_, I_, outputs_, rank_;
   double scale_;
   float eps_, adapter_scale_;
@@ -489,7 +545,8 @@ class LlamaDecoder : public torch::CustomClassHolder {
 TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.class_<LlamaDecoder>("LlamaDecoder")
       .def(torch::init<Tensor, Tensor, Tensor, Tensors, Tensors, Tensors, std::vector<int64_t>,
-                       std::vector<int64_t>, double, double, double>())
+                       std::vector<int64_t>, double, double, double, Tensors,
+                       std::vector<int64_t>>())
       .def("step", &LlamaDecoder::step)
       .def("advance", &LlamaDecoder::advance)
       .def("keep", &LlamaDecoder::keep)
