@@ -36,7 +36,7 @@ QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 _KINDS: tuple[Kind, ...] = ("int8", "int4", "nf4")
 _MULTIPLIED = (torch.float32, torch.bfloat16)
 _MAX_BLOCK = 4096
-# Table of QLoRA, appendix E; the same numbers stand in csrc/blockwise.cpp.
+# Table of QLoRA, appendix E; the same numbers stand in csrc/codes.h.
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
