@@ -58,7 +58,7 @@ class Layout:
 
     def unpacked(self, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """A new tensor of `shape`: scale times code, rounded once to `dtype`."""
-        code, count = _CODES[self.kind], self.shape.numel()
+        code, count = self.code, self.shape.numel()
         floats = scales.view(code.scale_dtype)
         return blockwise.dequantize(packed, floats, count, code, dtype).view(self.shape)
 
@@ -80,7 +80,7 @@ class Layout:
 
     def times_few(self, x: Tensor, packed: Tensor, scales: Tensor) -> Tensor | None:
         """x by the weight (out, in), unpacked in a GPU's registers; None for too many rows."""
-        code, rows = _CODES[self.kind], x.numel() // x.shape[-1]
+        code, rows = self.code, x.numel() // x.shape[-1]
         from tandem.ops import quantized_gpu  # imports Triton
 
         if not quantized_gpu.takes(rows, self.shape, self.kind, code.block):
@@ -97,14 +97,14 @@ class Layout:
         from tandem.ops.adapted_gpu import Packed  # imports Triton
         from tandem.ops.quantized_gpu import KINDS
 
-        code = _CODES[self.kind]
+        code = self.code
         table = blockwise.nf4_table(packed.device)
         kind = KINDS.index(self.kind)
         return Packed(packed, scales.view(code.scale_dtype), table, self.shape, kind, code.block)
 
     def sizes(self) -> tuple[int, int]:
         """Bytes of the codes and of the scales."""
-        code, runs = _CODES[self.kind], [self.shape.numel()]
+        code, runs = self.code, [self.shape.numel()]
         return code.num_bytes(runs), code.num_scales(runs) * code.scale_dtype.itemsize
 
 
@@ -192,7 +192,7 @@ class PackedWeight(StoredWeight):
         Returns:
             whether every value that was read is finite.
         """
-        code, count = _CODES[self.layout.kind], self.shape.numel()
+        code, count = self.layout.code, self.shape.numel()
         # How many weights one byte of the codes, or of the scales, covers.
         parts = [
             (self.packed, code.per_byte),

@@ -27,14 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.errors import ConfigError, ShapeError
-from tandem.ops import gpu, native
+from tandem.ops import gpu, layer, native
 
 Kind = Literal["int8", "int4", "nf4"]
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 """What can be quantized, and what it can come back as."""
 
 _KINDS: tuple[Kind, ...] = ("int8", "int4", "nf4")
-_MULTIPLIED = (torch.float32, torch.bfloat16)
 _MAX_BLOCK = 4096
 # Table of QLoRA, appendix E; the same numbers stand in csrc/codes.h.
 _NF4 = (
@@ -191,7 +190,7 @@ def dequantize_into(
 
 def takes(x: Tensor, code: BlockCode) -> bool:
     """Whether `linear` multiplies rows of x, (..., in), by a weight of such codes."""
-    return x.dtype in _MULTIPLIED and _native(x) and reads_rows(x.shape[-1], code) and x.numel() > 0
+    return layer.takes(x) and reads_rows(x.shape[-1], code) and x.numel() > 0
 
 
 def reads_rows(inputs: int, code: BlockCode) -> bool:
