@@ -52,8 +52,8 @@ def checkpoint_ref_of(path: str, *, unmerged: bool = False) -> CheckpointRef:
         if not unmerged:
             raise
         raise ModelError(
-            f"{error} It is the base of the adapter {source.name!r}, which --frozen-weights and "
-            "--shared-base load instead of merged weights."
+            f"{error} It is the base of the adapter {source.name!r}, which --frozen-weights, "
+            "--shared-base and --weights load instead of merged weights."
         ) from error
     return CheckpointRef(base.name, source.name, adapter.get("task_type") == "SEQ_CLS")
 

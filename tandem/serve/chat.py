@@ -34,7 +34,7 @@ from tandem.rewards.environment import Environment, Said
 from tandem.rewards.tool_schema import offered_tools
 from tandem.serve.greedy import as_drawn
 from tandem.serve.named_model import find_model, models_of, note_on_tools, notes_of
-from tandem.serve.place import Place, put
+from tandem.serve.place import Place, put, read_from
 from tandem.text import visible, visible_lines
 from tandem.types import Message
 
@@ -123,6 +123,16 @@ class Conversation:
         return ([Message("system", self.system)] if self.system else []) + self.turns
 
 
+def _loaded(source: str, place: Place, trust_remote_code: bool) -> PreTrainedModel:
+    """The model, ready to answer."""
+    dtype = place.dtype_of(source, trust_remote_code=trust_remote_code)
+    start = read_from(source, place.weights)
+    model = load_causal_lm(start, dtype=dtype, trust_remote_code=trust_remote_code)
+    put(model, place.device, dtype, place.weights)
+    lay_out_model(model)
+    return model
+
+
 def chat(
     path: str,
     sampling: SamplingConfig,
@@ -157,11 +167,7 @@ def chat(
     if which == "base":
         run = with_kept_template(load_config(Path(path) / "config.yaml"), Path(path))
         put_template(tokenizer, read_template(run.dataset.own_template))
-    place = Place.of(device, dtype, weights)
-    chosen = place.dtype_of(source, trust_remote_code=trust_remote_code)
-    model = load_causal_lm(source, dtype=chosen, trust_remote_code=trust_remote_code)
-    put(model, place.device, chosen, place.weights)
-    lay_out_model(model)
+    model = _loaded(source, Place.of(device, dtype, weights), trust_remote_code)
     renderer = Renderer(tokenizer, load_stop_ids(source))
     if problem := _unusable(system):
         raise ModelError(f"--system must be UTF-8 text without NUL; got {problem}.")

@@ -27,11 +27,12 @@ from tandem.models.lora import add_lora
 from tandem.models.quantized import Layout
 from tandem.models.scalar import load_scalar_model
 from tandem.models.source import Located, load_config, positions_in, whole_model
-from tandem.serve.place import Place, put
+from tandem.serve.place import Place, put, read_from
 from tandem.serve.sources import BASE, ModelSource
 from tandem.serve.token_bytes import TokenBytes
 
-_EMBEDDINGS = ("embed", "wte", "wpe")  # in the names of matrices that are looked up
+_NOT_LINEAR = ("embed", "wte", "wpe", ".experts.")
+"""In the names of matrices that are looked up, or stacked in the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,7 @@ def weight_bytes(
     """Bytes that a local model's weights will take, by its files, and in which type; None for a hub
     name, and where it cannot be read, which is told when the model is loaded.
 
-    quantizes: matrices but embeddings become what the settings say.
+    quantizes: matrices but embeddings and experts become what the settings say.
     """
     folder = Path(source.base or source.path).expanduser()
     if not folder.is_dir():
@@ -193,7 +194,7 @@ def weight_bytes(
     size = 0
     for tensor in read_headers(folder):
         shape = torch.Size(tensor.shape)
-        is_linear = len(shape) == 2 and not any(word in tensor.name for word in _EMBEDDINGS)
+        is_linear = len(shape) == 2 and not any(word in tensor.name for word in _NOT_LINEAR)
         if kind and is_linear:
             size += sum(Layout(kind, shape).sizes())
         else:
@@ -219,7 +220,10 @@ def _policy_weights(
 ) -> PreTrainedModel:
     remote = settings.trust_remote_code
     if not source.base:
-        return load_causal_lm(source.path, dtype=dtype, trust_remote_code=remote)
+        path = source.path
+        if source.checkpoints is None:  # whose adapters are put on what it started from
+            path = read_from(path, settings.place.weights)
+        return load_causal_lm(path, dtype=dtype, trust_remote_code=remote)
     model = load_causal_lm(source.base, dtype=dtype, trust_remote_code=remote)
     load_adapter(model, source.path)
     return model

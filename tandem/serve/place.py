@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tandem.devices import DTYPES, resolve_device, resolve_dtype
+from tandem.models.checkpoint_ref import checkpoint_ref_of
 from tandem.models.frozen import freeze_quantized
 from tandem.models.load import open_decoder
 from tandem.ops import native
@@ -58,6 +59,19 @@ class Place:
             return torch.float32
         saved = open_decoder(path, trust_remote_code=trust_remote_code).config.dtype
         return torch.bfloat16 if saved == torch.bfloat16 else torch.float32
+
+
+def read_from(path: str, weights: str) -> str:
+    """What a policy is loaded from: `path`, or where it is quantized and merged weights have their
+    adapter beside them, that adapter, whose base alone is quantized.
+
+    Raises:
+        ModelError: there is no such model, or not the base that its adapter names.
+    """
+    if not weights:
+        return path
+    start = checkpoint_ref_of(path, unmerged=True)
+    return start.adapter or start.base
 
 
 @torch.no_grad()

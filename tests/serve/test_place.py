@@ -13,7 +13,7 @@ import torch
 import yaml
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from tandem.config.schema import LoraConfig
 from tandem.devices import DTYPES
@@ -21,8 +21,8 @@ from tandem.engine.forward import response_logprobs
 from tandem.errors import ConfigError, ModelError
 from tandem.models.adapter import save_adapter
 from tandem.models.frozen import freeze_quantized
-from tandem.models.load import load_causal_lm, load_tokenizer
-from tandem.models.lora import add_lora
+from tandem.models.load import load_causal_lm, load_tokenizer, new_causal_lm
+from tandem.models.lora import add_lora, is_adapted, lora_parameters
 from tandem.models.quantized import PackedWeight
 from tandem.models.save import save_model
 from tandem.ops import native
@@ -128,6 +128,48 @@ def test_weights_are_quantized_as_training_quantizes_them(
     plain = weight_bytes(source, settings, quantizes=False)
     assert plain is not None
     assert plain[0] > size
+
+
+def test_merged_weights_are_not_quantized_but_the_base_below_their_adapter(
+    saved: Callable[[str], str], tmp_path: Path
+) -> None:
+    base = saved("fp32")
+    trained = load_causal_lm(base)
+    add_lora(trained, LoraConfig(rank=2), seed=0)
+    with torch.no_grad():
+        for parameter in lora_parameters(trained):
+            parameter += 0.02 * torch.randn(parameter.shape)
+    save_model(trained, load_tokenizer(base), tmp_path / "merged")
+    freeze_quantized(trained.requires_grad_(False), "nf4")
+    source = offer_of(str(tmp_path / "merged")).models["merged"]
+    row = TokenRow(tuple(range(3, 60)), (False,) * 20 + (True,) * 37, Source("x", "x", 1))
+    with torch.no_grad():
+        learned = response_logprobs(trained, TokenBatch.from_rows([row], 0))[0][0, 20:]
+    served = load_policy(source, LoadSettings(Place(CPU, torch.float32, "nf4")))
+    assert [token.logprob for token in sequence_logprobs(served, [row], 0)[0]] == [
+        pytest.approx(float(number), abs=1e-6) for number in learned
+    ]
+    shutil.rmtree(Path(base))
+    with pytest.raises(ModelError, match="--weights load instead of merged weights"):
+        load_policy(source, LoadSettings(Place(CPU, torch.float32, "nf4")))
+    assert not is_adapted(load_policy(source, LoadSettings(Place(CPU, torch.float32))).model)
+
+
+def test_stacked_experts_are_announced_as_they_stay(tmp_path: Path) -> None:
+    config = MixtralConfig(
+        vocab_size=99, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    model = new_causal_lm(config, seed=0).requires_grad_(False)
+    model.save_pretrained(tmp_path / "m")
+    source = offer_of(str(tmp_path / "m")).models["m"]
+    settings = LoadSettings(Place(CPU, torch.float32, "nf4"))
+    told = weight_bytes(source, settings, quantizes=True)
+    assert told is not None
+    freeze_quantized(model, "nf4")
+    kept = sum(parameter.nbytes for parameter in model.parameters())
+    # Small matrices that are no linear layers, a router's, are told as if they were.
+    assert told[0] == pytest.approx(kept, rel=0.03)
 
 
 def test_a_server_says_in_how_many_bits_it_keeps_a_model(served_run: Path) -> None:
