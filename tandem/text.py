@@ -29,6 +29,8 @@ def visible_lines(text: str) -> str:
 
     Example: visible_lines("a\\x1b[31m") is a, backslash, x1b[31m: it colors nothing.
     """
+    if text.isprintable():
+        return text
     return "".join(char if _is_harmless(char) else ascii(char)[1:-1] for char in text)
 
 

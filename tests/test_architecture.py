@@ -21,7 +21,7 @@ PACKAGE = ROOT / "tandem"
 
 LAYERS = (
     ("errors", "message"),
-    ("types", "text", "stopping"),
+    ("types", "text", "stopping", "yaml_text"),
     ("config", "files", "garbage", "process", "processor", "devices", "named_functions"),
     ("ops", "tensor_files"),
     ("data", "models", "parallel", "objectives", "metrics"),

@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import yaml
-
 from tandem.config.knob import UNSET
 from tandem.config.nearest import advice
 from tandem.config.rules import rule_problems
@@ -25,6 +23,7 @@ from tandem.config.spellings import conversion, knob_meant, note_of, with_dotted
 from tandem.config.stages import defaults_of, of_family, rl_stage, stage_names
 from tandem.config.yaml_file import read_file
 from tandem.errors import ConfigError
+from tandem.yaml_text import as_yaml
 
 T = TypeVar("T")
 
@@ -174,8 +173,7 @@ def set_knob(values: Any, dotted: str, value: Any, *, replace: bool = True) -> b
 
 def dump_config(config: RunConfig) -> str:
     """The whole configuration as YAML that `load_config` reads back to an equal one."""
-    # Escaped, because YAML would fold some of Unicode's line breaks into spaces.
-    return yaml.safe_dump(plain_values(config), sort_keys=False, allow_unicode=False)
+    return as_yaml(plain_values(config))
 
 
 def check_ranges(section: Any, prefix: str = "") -> None:

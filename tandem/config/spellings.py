@@ -11,14 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tandem.config.stages import DEFAULT, of_family, stage_names, stage_of
 from tandem.config.stages import sections as stage_sections
+from tandem.yaml_text import shipped_table
 
-_TABLES: dict[str, dict[str, Any]] = yaml.safe_load(
-    Path(__file__).with_name("spellings.yaml").read_text("utf-8")
-)
+_TABLES: dict[str, dict[str, Any]] = shipped_table(Path(__file__).with_name("spellings.yaml"))
 RENAMED: dict[str, str] = _TABLES["renamed"]
 """Knobs under their earlier names, as runs have saved them."""
 ALIASES: dict[str, tuple[str, str]] = {

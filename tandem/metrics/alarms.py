@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from tandem.config.stages import FAMILIES, Family, stage_of
 from tandem.errors import ConfigError
 from tandem.metrics import measures
 from tandem.metrics.measures import History, Measure
 from tandem.metrics.names import find_metric
 from tandem.metrics.records import Record
+from tandem.yaml_text import shipped_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +74,7 @@ def _rule(row: dict[str, Any]) -> Rule:
     return Rule(condition=condition, threshold=float(row.pop(condition)), measure=measure, **row)
 
 
-ALARMS: tuple[Rule, ...] = tuple(
-    map(_rule, yaml.safe_load(Path(__file__).with_name("alarms.yaml").read_text("utf-8")))
-)
+ALARMS: tuple[Rule, ...] = tuple(map(_rule, shipped_table(Path(__file__).with_name("alarms.yaml"))))
 """Every alarm, in the order of the reference page."""
 
 

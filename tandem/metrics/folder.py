@@ -24,6 +24,7 @@ from tandem.metrics.records import (
     parse_record,
     read_lines,
 )
+from tandem.yaml_text import from_yaml
 
 T = TypeVar("T")
 
@@ -157,4 +158,4 @@ def _json(path: Path, notices: list[str]) -> Mapping[str, Any]:
 
 
 def _yaml(text: str) -> Mapping[str, Any]:
-    return mapping(yaml.safe_load(text)) if text.strip() else {}
+    return mapping(from_yaml(text)) if text.strip() else {}

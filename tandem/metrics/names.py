@@ -25,11 +25,7 @@ def find_metric(name: str) -> Metric:
     Raises:
         ConfigError: if the name is not declared.
     """
-    if name in METRIC and not name.endswith("/*"):
-        return METRIC[name]
-    prefix, _, ending = name.partition("/")
-    declared = METRIC.get(f"{prefix}/*")
-    if declared is not None and ending and (not declared.members or ending in declared.members):
+    if (declared := _declared(name)) is not None:
         return declared
     known = [m.name.replace("*", ending) for m in METRICS for ending in m.members or ("*",)]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
@@ -41,10 +37,17 @@ def find_metric(name: str) -> Metric:
 
 def metric_or_unknown(name: str) -> Metric:
     """As `find_metric`; for an undeclared name a metric without unit and meaning."""
-    try:
-        return find_metric(name)
-    except ConfigError:
-        return Metric(name, "", (), "", "")
+    return _declared(name) or Metric(name, "", (), "", "")
+
+
+def _declared(name: str) -> Metric | None:
+    if name in METRIC and not name.endswith("/*"):
+        return METRIC[name]
+    prefix, _, ending = name.partition("/")
+    declared = METRIC.get(f"{prefix}/*")
+    if declared is not None and ending and (not declared.members or ending in declared.members):
+        return declared
+    return None
 
 
 def group_of(name: str) -> str:

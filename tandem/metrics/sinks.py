@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import yaml
 
 from tandem.errors import ConfigError
 from tandem.files import append, replace
@@ -24,6 +23,7 @@ from tandem.metrics.names import group_of
 from tandem.metrics.records import Answer
 from tandem.metrics.text import short_number
 from tandem.text import visible_lines
+from tandem.yaml_text import from_yaml
 
 CONFIG_FILE = "config.yaml"
 _WANDB_IDS = "wandb.json"
@@ -184,7 +184,7 @@ class WandB:
         self._stage = stage
         self._wandb: Any = wandb
         config = run_dir / CONFIG_FILE
-        knobs = yaml.safe_load(config.read_text("utf-8")) if config.exists() else {}
+        knobs = from_yaml(config.read_text("utf-8")) if config.exists() else {}
         self._run: Any = wandb.init(
             project=project,
             config=knobs,

@@ -38,13 +38,34 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def _errors_only(name: str) -> Iterator[None]:
-    """A level is set only where it changes: for a new one Python visits every logger there is."""
+    """What handles this logger's lines lets errors alone through; its level stays as it was.
+
+    A level is set only where it changed: for a new one Python visits every logger there is, some
+    thousands.
+    """
     logger = logging.getLogger(name)
     before = logger.level
-    if before != logging.ERROR:
-        logger.setLevel(logging.ERROR)
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        is_ours = record.name == name or record.name.startswith(f"{name}.")
+        return record.levelno >= logging.ERROR or not is_ours
+
+    handlers = _handlers(logger)
+    for handler in handlers:
+        handler.addFilter(is_shown)
     try:
         yield
     finally:
+        for handler in handlers:
+            handler.removeFilter(is_shown)
         if logger.level != before:
             logger.setLevel(before)
+
+
+def _handlers(logger: logging.Logger | None) -> list[logging.Handler]:
+    """Those that a line of this logger reaches."""
+    found: list[logging.Handler] = []
+    while logger is not None:
+        found += logger.handlers
+        logger = logger.parent if logger.propagate else None
+    return found or [handler for handler in [logging.lastResort] if handler]

@@ -10,11 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tandem.errors import ConfigError
 from tandem.predict.constants import MEBIBYTE, SHIPPED, section_for
 from tandem.predict.record import PREDICTIONS_FILE, WHOLE, Outcome, read_outcomes
+from tandem.yaml_text import shipped_table
 
 MEMORY_GOAL, TIME_GOAL = 0.10, 0.25
 _STEP = ("generate", "score", "train")
@@ -136,7 +135,7 @@ def refit(folders: Sequence[Path]) -> dict[str, Any]:
         ConfigError: no run has predictions on a CPU.
     """
     found = [o for o in outcomes_of(folders) if o.hardware.startswith("this machine")]
-    known: dict[str, Any] = yaml.safe_load(SHIPPED.read_text("utf-8"))
+    known: dict[str, Any] = shipped_table(SHIPPED)
     machines = {o.hardware for o in found}
     of_cpu = known[section_for(known, "cpu", min(machines, default=""))]
     fitted = 0

@@ -29,6 +29,7 @@ from tandem.predict.memory import Models
 from tandem.predict.models import config_of, shape_for
 from tandem.predict.rows import Rows
 from tandem.predict.seconds import PCIE_RATE
+from tandem.yaml_text import shipped_table
 
 FILE = Path(__file__).with_name("seed_tables.yaml")
 _TOKENS, _NEW, _PAIRS_PER_STEP = 512, 256, 1024
@@ -63,7 +64,7 @@ class Cell:
 
 @cache
 def _file() -> Any:
-    return yaml.safe_load(FILE.read_text("utf-8"))
+    return shipped_table(FILE)
 
 
 def cells() -> list[Cell]:

@@ -12,10 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from tandem.errors import ConfigError
 from tandem.predict.hardware_file import checked_entry, read_values
+from tandem.yaml_text import shipped_table
 
 GIGA, TERA = 1e9, 1e12
 _NOT_NUMBERS = ("name", "kind", "flops", "products", "packs", "price", "priced")
@@ -150,7 +149,7 @@ def _of_entry(name: str, entry: Mapping[str, Any], count: int) -> Hardware:
 
 @cache
 def _table() -> Any:
-    return yaml.safe_load(_TABLE.read_text("utf-8"))
+    return shipped_table(_TABLE)
 
 
 def read_hardware(path: Path) -> Hardware:

@@ -9,11 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tandem.errors import ConfigError, ModelError
 from tandem.memory.dimensions import Shape, scaled, shape_from
 from tandem.text import one_line
+from tandem.yaml_text import shipped_table
 
 _PUBLISHED = Path(__file__).with_name("families.yaml")
 _OTHER_PARTS = {"text_config", "vision_config", "thinker_config"}
@@ -214,7 +213,7 @@ def _cached(name: str) -> Path | None:
 
 @cache
 def _families() -> Any:
-    return yaml.safe_load(_PUBLISHED.read_text("utf-8"))
+    return shipped_table(_PUBLISHED)
 
 
 @cache

@@ -31,7 +31,6 @@ def test_settings_are_restored_even_after_an_error(hub_bars: bool) -> None:
 
     def fail() -> None:
         with quiet():
-            assert hf_logging.get_verbosity() == logging.ERROR
             assert not hf_logging.is_progress_bar_enabled()
             assert are_progress_bars_disabled() != hub_bars, "downloads keep their bars"
             raise KeyError
@@ -51,7 +50,40 @@ def test_a_level_that_somebody_sets_inside_ends_with_the_block(level: int) -> No
         with quiet():
             with quiet():
                 hf_logging.set_verbosity_info()
-            assert hf_logging.get_verbosity() == logging.ERROR
+            assert hf_logging.get_verbosity() == level
+            hf_logging.set_verbosity_info()
         assert hf_logging.get_verbosity() == level
     finally:
         hf_logging.set_verbosity(before)
+
+
+@pytest.mark.parametrize("propagates", [False, True])
+@pytest.mark.parametrize("name", ["transformers.models.llama", "huggingface_hub.file_download"])
+def test_lines_below_an_error_are_not_shown(name: str, propagates: bool) -> None:
+    """On the library's own handler, and on the root's where its lines go on to there."""
+    library, other = logging.getLogger(name.split(".")[0]), logging.getLogger("another.library")
+    shown: list[str] = []
+
+    class _Keeping(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            shown.append(record.getMessage())
+
+    place = logging.getLogger() if propagates else library
+    handler, before = _Keeping(), (library.propagate, library.level)
+    place.addHandler(handler)
+    library.propagate = propagates
+    try:
+        with quiet():
+            logging.getLogger(name).warning("a warning inside")
+            hf_logging.set_verbosity_info()
+            logging.getLogger(name).info("information")
+            logging.getLogger(name).error("an error")
+            if propagates:
+                other.warning("another's warning")
+        logging.getLogger(name).warning("a warning after it")
+    finally:
+        place.removeHandler(handler)
+        library.propagate = before[0]
+        library.setLevel(before[1])
+    others = ["another's warning"] if propagates else []
+    assert shown == ["an error", *others, "a warning after it"]

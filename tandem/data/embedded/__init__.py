@@ -13,13 +13,12 @@ be measured by something other than the reward model that they train.
 
 from pathlib import Path
 
-import yaml
-
 from tandem.config.load import build_config
 from tandem.config.schema import RunConfig
 from tandem.data.embedded.generator import rows
 from tandem.data.embedded.rule import Judgement, judge
 from tandem.data.embedded.tokenizer import build_tokenizer, model_config
+from tandem.yaml_text import shipped_table
 
 __all__ = ["Judgement", "build_tokenizer", "demo_config", "judge", "model_config", "rows"]
 
@@ -31,5 +30,5 @@ def demo_config(output_dir: str, actor_model: str = "") -> RunConfig:
         actor_model: folder of a model with new weights, made with `model_config` and
             `build_tokenizer`.
     """
-    knobs = yaml.safe_load(Path(__file__).with_name("demo.yaml").read_text("utf-8"))
+    knobs = shipped_table(Path(__file__).with_name("demo.yaml"))
     return build_config({**knobs, "output_dir": output_dir, "actor_model": actor_model})

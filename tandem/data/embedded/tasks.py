@@ -9,12 +9,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import yaml
+from tandem.yaml_text import shipped_table
 
 Fields = dict[str, str]
 """The blanks of a phrasing and what fills them, such as {"word": "hot"}."""
 
-WORLD: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("world.yaml").read_text("utf-8"))
+WORLD: dict[str, Any] = shipped_table(Path(__file__).with_name("world.yaml"))
 CATEGORIES: dict[str, list[str]] = WORLD["categories"]
 CATEGORY_OF = {word: name for name, words in CATEGORIES.items() for word in words}
 COUNTS: dict[str, int] = WORLD["counts"]

@@ -1,0 +1,44 @@
+"""YAML by libyaml, ten times as fast as in Python, where that is safe.
+
+libyaml ends the process where brackets or lists are nested some ten thousand deep, so text from
+elsewhere that could be is read in Python, which raises `RecursionError`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+_LONG_LINE = 1000
+"""Characters. Blocks nest by indentation, so no deeper than this in lines that are not long."""
+_MANY_BRACKETS = 1000
+
+
+def from_yaml(text: str) -> Any:
+    """What YAML text says; of a repeated key the last value.
+
+    Raises:
+        yaml.YAMLError: it is not YAML. RecursionError: it is nested too deep.
+    """
+    brackets = text.count("[") + text.count("{")
+    longest = max(map(len, text.splitlines()), default=0)
+    can_be_deep = brackets >= _MANY_BRACKETS or longest >= _LONG_LINE
+    return yaml.load(text, yaml.SafeLoader if can_be_deep else _Loader)
+
+
+def shipped_table(path: Path) -> Any:
+    """The content of a file that is part of the package."""
+    return from_yaml(path.read_text("utf-8"))
+
+
+def as_yaml(values: Any) -> str:
+    """Mappings, lists, strings and numbers as YAML, keys in their order.
+
+    Characters outside ASCII are escaped: YAML would fold some of Unicode's line breaks into spaces.
+    """
+    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=False)
+    return text
