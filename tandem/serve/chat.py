@@ -133,6 +133,19 @@ def _loaded(source: str, place: Place, trust_remote_code: bool) -> PreTrainedMod
     return model
 
 
+def read_line(prompt: str) -> str:
+    """As `input`; a line that nobody typed, of a pipe or a file, is written behind the prompt, so
+    that what was answered can be told.
+
+    Raises:
+        EOFError: at the end of the input.
+    """
+    line = input(prompt)
+    if not sys.stdin.isatty():
+        print(visible(line), flush=True)
+    return line
+
+
 def chat(
     path: str,
     sampling: SamplingConfig,
@@ -145,7 +158,7 @@ def chat(
     weights: str = "",
     trust_remote_code: bool = False,
     tools: Sequence[str] = (),
-    read: Callable[[str], str] = input,
+    read: Callable[[str], str] = read_line,
     write: Callable[[str], None] = lambda text: print(text, end="", flush=True),
 ) -> int:
     """Talk until /quit or the end of input; returns the exit code.

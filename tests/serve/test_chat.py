@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Iterator
@@ -331,3 +332,14 @@ def test_a_run_whose_policy_calls_tools_names_them(tmp_path: Path) -> None:
         "note: its policy may call tools; to make its calls: --tools calc.py:add\n"
     )
     assert note_on_tools(str(tmp_path / "no run")) == ""
+
+
+def test_piped_lines_are_shown_before_their_answers(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("/set top_k 0\nHi\x1b[2J there\n"))
+    assert chat(model, SamplingConfig(max_new_tokens=4)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "you> /set top_k 0" in lines
+    said = lines.index("you> Hi\\x1b[2J there")
+    assert lines[said + 1].startswith("assistant> ")
