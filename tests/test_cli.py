@@ -119,6 +119,27 @@ def test_a_folder_inside_a_run_is_no_output_dir(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("where", ["a file", "below a file", "read-only"])
+def test_a_folder_that_cannot_be_written_is_said_before_data_are_read(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    (tmp_path / "file").touch()
+    model = save_tiny_model(tmp_path / "model")
+    if where == "read-only":  # root may write everywhere but on a read-only disk
+        monkeypatch.setattr("tandem.training.own_folder.os.access", lambda *_: False)
+    folder = {"a file": "file", "below a file": "file/run", "read-only": "run"}[where]
+    capsys.readouterr()
+    args = ("sft", "--actor-model", model, "--data", str(tmp_path / "rows.jsonl"))
+    code, out, err = run(capsys, *args, "--output-dir", str(tmp_path / folder))
+    assert code == 2
+    assert f"--output-dir must be a folder that can be written; got {tmp_path / folder} (" in err
+    assert err.count("\n") == 1
+    assert "reading" not in out
+
+
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "train", "--debug")
     assert code == 2

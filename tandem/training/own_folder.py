@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
+from tandem.checkpoint.folder import existing
 from tandem.config.load import load_config
 from tandem.config.schema import RunConfig
 from tandem.config.stages import stage_names
@@ -42,13 +44,31 @@ def run_around(path: Path) -> Path | None:
     return None
 
 
-def require_run_folder(path: Path) -> None:
+def not_writable(path: Path, reason: str) -> CheckpointError:
+    """The error for a run's folder in which nothing can be written."""
+    return CheckpointError(
+        f"--output-dir must be a folder that can be written; got {path} ({reason}). Choose another."
+    )
+
+
+def require_run_folder(path: Path, writes: bool = True) -> None:
     """Refuse a folder that is not a run's, before anything is written there.
 
+    Args:
+        writes: this process will write there.
     Raises:
-        CheckpointError: it is inside another run's folder, or holds other things; the message
-            names one.
+        CheckpointError: it is inside another run's folder, holds other things, of which the message
+            names one, or is no folder that this process can write in.
     """
+    try:
+        above = existing(path)
+        is_folder = above.is_dir()
+    except OSError as error:
+        raise not_writable(path, str(error.strerror)) from None
+    if not is_folder:
+        raise not_writable(path, f"{above} is a file")
+    if writes and not os.access(above, os.W_OK | os.X_OK):
+        raise not_writable(path, f"nothing can be written in {above}")
     if (path / COMMAND_FILE).exists():
         return
     if outer := run_around(path.resolve().parent):

@@ -49,7 +49,7 @@ from tandem.training.callbacks import Callback
 from tandem.training.differences import known_rows
 from tandem.training.lineage import lineage_of
 from tandem.training.model_card import write_models
-from tandem.training.own_folder import CHECKPOINTS, COMMAND_FILE, require_run_folder
+from tandem.training.own_folder import CHECKPOINTS, COMMAND_FILE, not_writable, require_run_folder
 from tandem.training.own_templates import keep_template
 from tandem.training.provenance import Identity, environment, origin
 from tandem.training.signals import StopSignals
@@ -116,12 +116,13 @@ class Run:
         return Placement(self.settings, self.world)
 
     def require_own_folder(self) -> None:
-        """Refuse a folder that is not a run's, before anything is written there.
+        """Refuse a folder that is not a run's, or that cannot be written, before anything is
+        written there; all ranks together.
 
         Raises:
-            CheckpointError: as `own_folder.require_run_folder`.
+            CheckpointError: as `own_folder.require_run_folder`, or it cannot be written.
         """
-        require_run_folder(self.path)
+        together(lambda: require_run_folder(self.path, self.world.is_keeper), self.path, self.world)
 
     def open(self, command: str) -> None:
         """Create the folder, and record the command and configuration.
@@ -154,10 +155,7 @@ class Run:
                 if (self.folder(stage) / MANIFEST).exists():
                     shutil.rmtree(self.checkpoints(stage), ignore_errors=True)
         except OSError as error:
-            raise CheckpointError(
-                f"--output-dir must be a folder that can be written; got {self.path} "
-                f"({error.strerror}). Choose another."
-            ) from None
+            raise not_writable(self.path, str(error.strerror)) from None
 
     def close(self) -> None:
         """Release the folder to other runs."""

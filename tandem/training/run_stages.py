@@ -193,6 +193,7 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
     if line := described(run.path, run.world):
         print_line(line)
     run.bring_finished()
+    run.require_own_folder()
     _unfinished(run)  # before anything is read: refuses stages that were made otherwise
     _check_inputs(run)
     for line in settled:
@@ -227,7 +228,6 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
         if run.world.is_first:
             for line in token_lines(to_come, rows.renderer, _start_of(run, unfinished[0])):
                 print_line(line)
-    run.require_own_folder()
     run.world.barrier()  # no rank changes the folder before every rank has looked at it
     run.open(command)
     run.write_json("data.json", json.loads(rows.ledger.to_json()))
