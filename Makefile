@@ -26,7 +26,7 @@ test-simulated-gpu: $(STAMP)  ## the same on a GPU that is simulated, without ke
 	TANDEM_TEST_GPU=on TANDEM_GPU_KERNELS=off OMP_NUM_THREADS=1 \
 		$(BIN)/python -m tests.simulated_gpu -m pytest tests/gpu
 
-test-slow: $(STAMP)  ## the longer batteries
+test-slow: $(STAMP)  ## the longer batteries, and the cases that `test` leaves out (tests/slow_cases.py)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
 battery: $(STAMP)  ## kills, faults, damage and hostile input at full size, hours; then one table

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tandem import garbage
+from tests.slow_cases import mark_slow
 
 # A shell starts what it puts into the background with Ctrl-C ignored, and a run keeps to that: the
 # tests, and the processes that they start, are to hear it all the same.
@@ -41,6 +42,12 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Before cases are chosen by their marks."""
+    mark_slow(items, are_whole_files=not any("::" in asked for asked in config.args))
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
