@@ -82,25 +82,6 @@ void tile(const TileWork<T, P>& work) {
   } else {
     for_sums<R, C>([&](int r, int c) { sums[r][c] = wide{}; });
   }
-  const auto add = [&](const word* row, const P* panel, auto stride) TANDEM_INLINED {
-    wide b[C];
-#pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) b[c] = load_wide(panel + c * kWide);
-    // Three rows from one pointer: an offset for each would take more registers than there are, where
-    // the compiler does not know it.
-    constexpr int together = std::is_same_v<decltype(stride), int64_t> ? 3 : R;
-    const word* some = row;
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      const wide a = splat_wide(some[r % together * stride]);
-      if (r % together == together - 1) {
-        some += together * stride;
-        in_register(some);
-      }
-#pragma GCC unroll 4
-      for (int c = 0; c < C; ++c) sums[r][c] = multiply_add<T>(a, b[c], sums[r][c]);
-    }
-  };
   const word* row = work.rows;
   const P* panel = work.panel;
   const int64_t stride = work.row_stride, step = work.row_step, panel_step = work.panel_step;
@@ -117,7 +98,22 @@ void tile(const TileWork<T, P>& work) {
       __builtin_prefetch(ahead + 3 * kLanes, 0, 2);
     }
     ahead += ahead_step;
-    add(row, panel, stride);
+    wide b[C];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) b[c] = load_wide(panel + c * kWide);
+    // Three rows from one pointer: an offset for each would take more registers than there are.
+    constexpr int together = 3;
+    const word* some = row;
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      const wide a = splat_wide(some[r % together * stride]);
+      if (r % together == together - 1) {
+        some += together * stride;
+        in_register(some);
+      }
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) sums[r][c] = multiply_add<T>(a, b[c], sums[r][c]);
+    }
   }
   if (work.raw) {
     for_sums<R, C>([&](int r, int c) { store_wide(work.raw + r * kPanel + c * kWide, sums[r][c]); });
