@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import (
 
 from tandem import processor
 from tandem.errors import ConfigError, ShapeError
-from tandem.ops import dense, native
+from tandem.ops import blockwise, dense, native
 
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = [(64, 64), (172, 64), (64, 172), (65, 33), (1, 7), (100, 1), (130, 1030), (320, 96)]
@@ -241,6 +241,28 @@ def test_a_second_derivative_is_refused() -> None:
         torch.autograd.grad(out, x, create_graph=True)
 
 
+def coded(
+    x: Tensor, *, outputs: int, inputs: int, more: int = 0, bias: Tensor | None = None
+) -> Tensor:
+    """x by an int8 weight (outputs, inputs) of `more` codes than there should be."""
+    code = blockwise.INT8
+    codes, scales = blockwise.quantize(normal(outputs * inputs + more), code)
+    return blockwise.linear(x, codes, scales, outputs, code, bias)
+
+
+@pytest.mark.usefixtures("needs_native")
+@pytest.mark.parametrize("rows", [0, 1, 20])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_of_no_codes_adds_nothing(rows: int, dtype: torch.dtype) -> None:
+    bias = normal(6, dtype=dtype)
+    by_none = coded(normal(rows, 0, dtype=dtype), outputs=6, inputs=0, bias=bias)
+    assert torch.equal(by_none, bias.expand(rows, 6))
+    assert torch.equal(coded(normal(rows, 0, dtype=dtype), outputs=6, inputs=0), 0 * by_none)
+    no_rows = coded(normal(rows, 64, dtype=dtype), outputs=0, inputs=64)
+    assert no_rows.shape == (rows, 0)
+    assert no_rows.dtype == dtype
+
+
 @pytest.mark.usefixtures("needs_native")
 @pytest.mark.parametrize(
     ("call", "rule"),
@@ -250,6 +272,18 @@ def test_a_second_derivative_is_refused() -> None:
         (lambda: dense.linear(normal(2, 4), normal(4)), r"weight must be \(N, K\)"),
         (lambda: dense.pack_weight(normal(4)), r"must be \(N, K\)"),
         (lambda: dense.linear_packed(normal(2, 4), normal(9), 3, 4), "must hold 64 words"),
+        (
+            lambda: coded(normal(3, 63), outputs=40, inputs=64),
+            r"input must be \(\.\.\., 64\) Float; got \[3, 63\]",
+        ),
+        (
+            lambda: coded(normal(3, 64), outputs=40, inputs=64, more=1),
+            r"weight \(40, 64\) must have 2560 bytes of codes and 10 scales; got 2561 and 11",
+        ),
+        (
+            lambda: coded(normal(3, 0), outputs=0, inputs=0, more=1),
+            r"weight \(0, 0\) must have 0 bytes of codes and 0 scales; got 1 and 1",
+        ),
         (lambda: dense.rms_norm(normal(2, 4), normal(5), 1e-6), r"weight must be \(4,\)"),
         (lambda: dense.swiglu(normal(2, 4), normal(2, 5)), "agree in shape"),
         (

@@ -101,9 +101,11 @@ Tensor linear_packed(const Tensor& x, const Tensor& packed, int64_t N, int64_t K
 
 Tensor linear_coded(const Tensor& x, const Tensor& codes, const Tensor& scales, int64_t kind,
                     int64_t block, int64_t N, const OptionalTensor& bias) {
-  const int64_t K = x.dim() ? x.size(-1) : 0;
-  check_linear(x, K, x.scalar_type(), bias, N);
+  const int64_t numbers = codes.numel() * (kind == kInt8 ? 1 : 2);
+  const int64_t K = N > 0 && numbers % N == 0 ? numbers / N : x.dim() ? x.size(-1) : 0;
   const Coded weight = coded(codes, scales, kind, block, N, K);
+  check_linear(x, K, x.scalar_type(), bias, N);
+  if (!K) return at::linear(x, at::empty({N, 0}, x.options()), bias);
   const Tensor b = bias ? bias->contiguous() : Tensor();
   return product(x, N, [&](const RowsOf& rows, Tensor& y) {
     for_dtype(x.scalar_type(), "linear's input", [&](auto tag) {
