@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "code_columns.h"
 #include "packing.h"
 #include "threads.h"
 
@@ -35,16 +36,16 @@ void read(const Coded& weight, const S* scales, int64_t first, int64_t count, T*
   }
 }
 
-// Codes of the rows that come next, which are fetched while those before them are multiplied: read row
-// by row and part by part, they would be no stream that the processor foresees.
+// Codes of the rows that come next, which are fetched while those before them are multiplied: read
+// row by row and part by part, they would be no stream that the processor foresees.
 class Coming {
  public:
   // `count` rows of K numbers from row n on, in `times` parts.
-  template <int64_t kind>
   static Coming of(const Coded& weight, int64_t n, int64_t count, int64_t K, int64_t times) {
     if (count <= 0) return {};
-    const uint8_t* const from = weight.codes + n * K / kPerByte<kind>;
-    const int64_t bytes = count * K / kPerByte<kind>;
+    const int64_t per_byte = weight.kind == kInt8 ? 1 : 2;
+    const uint8_t* const from = weight.codes + n * K / per_byte;
+    const int64_t bytes = count * K / per_byte;
     return {from, from + bytes, (bytes + times - 1) / times};
   }
   void skip(int64_t parts) { at_ = std::min(end_, at_ + parts * part_); }
@@ -65,12 +66,13 @@ class Coming {
 constexpr int64_t kTile = 256;  // numbers of a row
 constexpr int64_t kFewRows = 8;
 
-// Words k to k + 15 of `count` <= 16 rows of a tile of `length` numbers: body(i, word k + i of all).
-// `sorted` puts sums over such words in the order of the rows.
+// Words k to k + 15 of `count` <= 16 rows of a tile of `length` numbers: body(i, word k + i of
+// all). `sorted` puts sums over such words in the order of the rows.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 // Bfloat16 change places as they are, twice as many to a register, before they are widened.
 template <class Body>
-TANDEM_INLINE void for_turned(const bf16* tile, int64_t count, int64_t k, int64_t length, Body body) {
+TANDEM_INLINE void for_turned(const bf16* tile, int64_t count, int64_t k, int64_t length,
+                              Body body) {
 #pragma GCC unroll 2
   for (int64_t half = 0; half < 2; ++half, k += 8) {
     __m256i x[8], y[8];
@@ -88,26 +90,28 @@ TANDEM_INLINE void for_turned(const bf16* tile, int64_t count, int64_t k, int64_
     }
 #pragma GCC unroll 2
     for (int h = 0; h < 8; h += 4) {  // columns 0 to 3, then 4 to 7
-      const __m256i a = _mm256_unpacklo_epi32(y[h], y[h + 1]), b = _mm256_unpacklo_epi32(y[h + 2], y[h + 3]);
-      const __m256i c = _mm256_unpackhi_epi32(y[h], y[h + 1]), d = _mm256_unpackhi_epi32(y[h + 2], y[h + 3]);
+      const __m256i a = _mm256_unpacklo_epi32(y[h], y[h + 1]);
+      const __m256i b = _mm256_unpacklo_epi32(y[h + 2], y[h + 3]);
+      const __m256i c = _mm256_unpackhi_epi32(y[h], y[h + 1]);
+      const __m256i d = _mm256_unpackhi_epi32(y[h + 2], y[h + 3]);
       const __m256i columns[4] = {_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b),
                                   _mm256_unpacklo_epi64(c, d), _mm256_unpackhi_epi64(c, d)};
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
         const __m256i zero = _mm256_setzero_si256();
+        const __m256i lo = _mm256_unpacklo_epi16(zero, columns[i]);
+        const __m256i hi = _mm256_unpackhi_epi16(zero, columns[i]);
         if (k + h + i < length)
-          body(8 * half + h + i, v16{reinterpret_cast<v8>(_mm256_unpacklo_epi16(zero, columns[i])),
-                                     reinterpret_cast<v8>(_mm256_unpackhi_epi16(zero, columns[i]))});
+          body(8 * half + h + i, v16{reinterpret_cast<v8>(lo), reinterpret_cast<v8>(hi)});
       }
     }
   }
 }
-TANDEM_INLINE v16 sorted(bf16, v16 sums) {
-  return {joined(lower(sums.lo), lower(sums.hi)), joined(upper(sums.lo), upper(sums.hi))};
-}
+TANDEM_INLINE v16 sorted(bf16, v16 sums) { return in_order(sums); }
 #endif
 template <class T, class Body>
-TANDEM_INLINE void for_turned(const T* tile, int64_t count, int64_t k, int64_t length, Body body) {
+TANDEM_INLINE void for_turned(const T* tile, int64_t count, int64_t k, int64_t length,
+                              Body body) {
   v16 columns[kLanes];
   load_turned(Matrix<T>{tile, kTile, 1}, 0, count, k, length, columns);
   const int64_t some = std::min<int64_t>(kLanes, words_of<T>(length) - k);
@@ -123,33 +127,93 @@ TANDEM_INLINE v16 sorted(T, v16 sums) {
   return sums;
 }
 
+// Sixteen rows of a weight or fewer, some of their numbers at a time: read into memory row by row,
+// and taken from there as words of all.
+template <class T>
+struct ByRows {
+  struct alignas(64) Tile {
+    T numbers[kLanes * kTile];
+  };
+
+  // Numbers k to k + length of `count` rows from row n on.
+  static void read(const Coded& weight, int64_t n, int64_t count, int64_t K, int64_t k,
+                   int64_t length, Tile& tile) {
+    for_code(weight, [&](auto kind, const auto* scales) {
+      for (int64_t r = 0; r < count; ++r)
+        tandem::read<kind.value>(weight, scales, (n + r) * K + k, length, tile.numbers + r * kTile);
+    });
+  }
+  // body(i, word w + i of all): `sorted` puts what is made of them in the order of the rows.
+  template <class Body>
+  static TANDEM_INLINE void words(const Tile& tile, int64_t count, int64_t w, int64_t length,
+                                  Body body) {
+    for_turned(tile.numbers, count, w, length, body);
+  }
+  static TANDEM_INLINE v16 sorted(v16 x) { return tandem::sorted(T{}, x); }
+};
+
+#ifdef TANDEM_CODE_COLUMNS
+// The same of sixteen whole rows, read as columns.
+template <class Columns>
+struct ByColumns {
+  struct Tile {
+    __m256i bytes[Columns::kRegisters * kTile / kLanes];
+  };
+
+  static void read(const Coded& weight, int64_t n, int64_t, int64_t K, int64_t k, int64_t length,
+                   Tile& tile) {
+    Columns::read(weight, n, K, k, length, tile.bytes);
+  }
+  template <class Body>
+  static TANDEM_INLINE void words(const Tile& tile, int64_t, int64_t w, int64_t, Body body) {
+    Columns::columns(tile.bytes, w, body);
+  }
+  static TANDEM_INLINE v16 sorted(v16 x) { return in_order(x); }
+};
+#endif
+
+// body(the way to read rows of a weight, which are sixteen by sixteen if they are `whole`).
+template <class T, class Body>
+TANDEM_INLINE void for_way(const Coded& weight, int64_t K, bool whole, Body body) {
+#ifdef TANDEM_CODE_COLUMNS
+  if (whole && has_columns(weight, K)) {
+    switch (weight.kind) {
+      case kInt8: return body(ByColumns<ColumnsOf<T, kInt8>>{});
+      case kInt4: return body(ByColumns<ColumnsOf<T, kInt4>>{});
+      case kNF4: return body(ByColumns<ColumnsOf<T, kNF4>>{});
+    }
+  }
+#endif
+  body(ByRows<T>{});
+}
+
 // Rows m of x by `count` <= 16 G rows of the weight from row n on.
-template <class T, int M, int G, int64_t kind, class S>
-void multiply_few(const Words& x, const Coded& weight, const S* scales, int64_t n, int64_t count,
-                  int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue, int64_t next) {
-  alignas(64) T tile[G * kLanes * kTile];
+template <class T, int M, int G, class Way>
+void multiply_few(const Words& x, const Coded& weight, int64_t n, int64_t count, int64_t K, T* y,
+                  int64_t y_stride, const Epilogue<T>& epilogue, int64_t next) {
+  typename Way::Tile tiles[G];
   v16 sums[G][M] = {};
-  Coming coming = Coming::of<kind>(weight, n + count, next, K, (K + kTile - 1) / kTile);
+  Coming coming = Coming::of(weight, n + count, next, K, (K + kTile - 1) / kTile);
   for (int64_t k = 0; k < K; k += kTile) {
     coming.fetch();
     const int64_t length = std::min(kTile, K - k), words = words_of<T>(length);
-    for (int64_t r = 0; r < count; ++r)
-      read<kind>(weight, scales, (n + r) * K + k, length, tile + r * kTile);
+    for (int g = 0; g < G && g * kLanes < count; ++g)
+      Way::read(weight, n + g * kLanes, std::min<int64_t>(kLanes, count - g * kLanes), K, k, length,
+                tiles[g]);
     const word* row = x.data + k / kPerWord<T>;
     for (int64_t w = 0; w < words; w += kLanes, row += kLanes) {
 #pragma GCC unroll 2
       for (int g = 0; g < G; ++g) {
-        const T* const here = tile + g * kLanes * kTile;
         const int64_t some = std::min<int64_t>(kLanes, count - g * kLanes);
         if constexpr (M <= 3) {
-          for_turned(here, some, w, length, [&](int64_t i, v16 column) TANDEM_INLINED {
+          Way::words(tiles[g], some, w, length, [&](int64_t i, v16 column) TANDEM_INLINED {
 #pragma GCC unroll 3
             for (int m = 0; m < M; ++m)
               sums[g][m] = multiply_add<T>(splat(row[m * x.stride + i]), column, sums[g][m]);
           });
         } else {  // there are no registers for both
           v16 columns[kLanes];
-          for_turned(here, some, w, length,
+          Way::words(tiles[g], some, w, length,
                      [&](int64_t i, v16 column) TANDEM_INLINED { columns[i] = column; });
           asm("" : "+m"(columns));  // in memory, where the compiler would keep some in registers
           const int64_t last = std::min<int64_t>(kLanes, words - w);
@@ -162,7 +226,8 @@ void multiply_few(const Words& x, const Coded& weight, const S* scales, int64_t 
             for (int64_t i = 0; i < last; ++i)
 #pragma GCC unroll 4
               for (int m = 0; m < kSome && first + m < M; ++m)
-                part[m] = multiply_add<T>(splat(row[(first + m) * x.stride + i]), columns[i], part[m]);
+                part[m] = multiply_add<T>(splat(row[(first + m) * x.stride + i]), columns[i],
+                                          part[m]);
 #pragma GCC unroll 4
             for (int m = 0; m < kSome && first + m < M; ++m) sums[g][first + m] = part[m];
           }
@@ -173,7 +238,7 @@ void multiply_few(const Words& x, const Coded& weight, const S* scales, int64_t 
   for (int g = 0; g < G && g * kLanes < count; ++g)
     for (int m = 0; m < M; ++m) {
       const Epilogue<T> e = epilogue.at(m, n + g * kLanes);
-      finish(y + m * y_stride + n + g * kLanes, sorted(T{}, sums[g][m]), e.bias, e.residual,
+      finish(y + m * y_stride + n + g * kLanes, Way::sorted(sums[g][m]), e.bias, e.residual,
              static_cast<int>(std::min<int64_t>(kLanes, count - g * kLanes)));
     }
 }
@@ -188,45 +253,47 @@ template <class T>
 void multiply_by_tiles(const T* x, int64_t x_stride, int64_t M, const Coded& weight, int64_t N,
                        int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
   const Words rows = words_of_rows(x, x_stride, M, K);
-  parallel_for(0, (N + kLanes - 1) / kLanes, kGrain / (kLanes * K) + 1, [&](int64_t from, int64_t to) {
-    for_code(weight, [&](auto kind, const auto* scales) {
-      for_rows(M, [&](auto m) {
-        constexpr int G = m.value == 1 ? 2 : 1;
-        const int64_t end = std::min(N, to * kLanes), step = G * kLanes;
-        for (int64_t n = from * kLanes; n < end; n += step) {
-          const int64_t count = std::min(step, end - n);
-          multiply_few<T, m.value, G, kind.value>(rows, weight, scales, n, count, K, y, y_stride,
-                                                  epilogue, std::min(step, end - n - count));
-        }
-      }, std::make_integer_sequence<int, kFewRows>{});
-    });
+  const int64_t groups = (N + kLanes - 1) / kLanes, grain = kGrain / (kLanes * K) + 1;
+  parallel_for(0, groups, grain, [&](int64_t from, int64_t to) {
+    for_rows(M, [&](auto m) {
+      constexpr int G = m.value == 1 ? 2 : 1;
+      const int64_t end = std::min(N, to * kLanes), step = G * kLanes;
+      for (int64_t n = from * kLanes; n < end; n += step) {
+        const int64_t count = std::min(step, end - n), next = std::min(step, end - n - count);
+        for_way<T>(weight, K, count % kLanes == 0, [&](auto way) {
+          multiply_few<T, m.value, G, decltype(way)>(rows, weight, n, count, K, y, y_stride,
+                                                     epilogue, next);
+        });
+      }
+    }, std::make_integer_sequence<int, kFewRows>{});
   });
 }
 
 // ---- many: a panel of the weight at a time, in the second cache ----
 
-// Numbers k to k + length of `width` rows of the weight from row `first`, as pack_panel writes them.
+// Numbers k to k + length of `width` rows of the weight from row `first`, as pack_panel writes
+// them.
 template <class T>
 void make_panel(const Coded& weight, int64_t first, int64_t width, int64_t k, int64_t length,
                 int64_t N, int64_t K, float* panel) {
   const int64_t lanes = round_up(width, kLanes);
-  alignas(64) T tile[kLanes * kTile];
-  for_code(weight, [&](auto kind, const auto* scales) {
+  for_way<T>(weight, K, width == lanes, [&](auto way) {
+    using Way = decltype(way);
     const int64_t groups = lanes / kLanes, tiles = (K + kTile - 1) / kTile;
-    Coming coming = Coming::of<kind.value>(weight, first + width, std::min(kPanel, N - first - width), K,
-                                           tiles * groups);
+    const int64_t next = std::min(kPanel, N - first - width);
+    Coming coming = Coming::of(weight, first + width, next, K, tiles * groups);
     coming.skip(k / kTile * groups);
+    typename Way::Tile tile;
     for (int64_t n = 0; n < width; n += kLanes) {
       const int64_t count = std::min<int64_t>(kLanes, width - n);
       float* to = panel + n;
       for (int64_t at = 0; at < length; at += kTile) {
         coming.fetch();
         const int64_t some = std::min(kTile, length - at), words = words_of<T>(some);
-        for (int64_t r = 0; r < count; ++r)
-          read<kind.value>(weight, scales, (first + n + r) * K + k + at, some, tile + r * kTile);
+        Way::read(weight, first + n, count, K, k + at, some, tile);
         for (int64_t w = 0; w < words; w += kLanes, to += kLanes * lanes)
-          for_turned(tile, count, w, some, [&](int64_t i, v16 column) TANDEM_INLINED {
-            store(to + i * lanes, sorted(T{}, column));
+          Way::words(tile, count, w, some, [&](int64_t i, v16 column) TANDEM_INLINED {
+            store(to + i * lanes, Way::sorted(column));
           });
       }
     }

@@ -1,7 +1,7 @@
-// Products by weights that stay codes (codes.h): some rows of the weight at a time are read into the
-// second cache and multiplied there, so that no copy of the weight is written to memory. The numbers
-// are those of the product by the whole weight, read first, to the bit: every output is summed by
-// itself, in gemm.h's order.
+// Products by weights that stay codes (codes.h): some rows of the weight at a time are read into
+// the second cache and multiplied there, so that no copy of the weight is written to memory. The
+// numbers are those of the product by the whole weight, read first, to the bit: every output is
+// summed by itself, in gemm.h's order.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,8 @@ constexpr bool can_be_read(const Coded& weight, int64_t K) {
   return weight.kind == kInt8 || K % 2 == 0;
 }
 
-// y (M, N) = x (M, K) by a weight of codes, each of its numbers rounded to T; can_be_read. Rows of x are
-// `x_stride` apart.
+// y (M, N) = x (M, K) by a weight of codes, each of its numbers rounded to T; can_be_read, K > 0.
+// Rows of x are `x_stride` apart.
 template <class T>
 void multiply_coded(const T* x, int64_t x_stride, int64_t M, const Coded& weight, int64_t N,
                     int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue);

@@ -8,7 +8,8 @@
 
 namespace tandem {
 
-// A weight (N, K): `codes`, one run of them, and a scale for each `block` numbers; neither is copied.
+// A weight (N, K): `codes`, one run of them, and a scale for each `block` numbers; neither is
+// copied.
 inline Coded coded(const at::Tensor& codes, const at::Tensor& scales, int64_t kind, int64_t block,
                    int64_t N, int64_t K) {
   TORCH_CHECK(kind >= kInt8 && kind <= kNF4 && block > 0 && block <= kMaxBlock && block % 2 == 0,
@@ -19,7 +20,8 @@ inline Coded coded(const at::Tensor& codes, const at::Tensor& scales, int64_t ki
                   codes.is_contiguous() && scales.is_contiguous(),
               "a weight of codes must be contiguous uint8 and float32 or bfloat16 scales; got ",
               codes.scalar_type(), " and ", type, ".");
-  const int64_t bytes = kind == kInt8 ? N * K : (N * K + 1) / 2, blocks = (N * K + block - 1) / block;
+  const int64_t bytes = kind == kInt8 ? N * K : (N * K + 1) / 2;
+  const int64_t blocks = (N * K + block - 1) / block;
   TORCH_CHECK(codes.numel() == bytes && scales.numel() == blocks, "a weight (", N, ", ", K,
               ") must have ", bytes, " bytes of codes and ", blocks, " scales; got ", codes.numel(),
               " and ", scales.numel(), ".");

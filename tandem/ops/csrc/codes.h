@@ -1,4 +1,5 @@
-// Codes of ops/blockwise.py read as numbers: int8, int4 and NF4, each block with a scale of its own.
+// Codes of ops/blockwise.py read as numbers: int8, int4 and NF4, each block with a scale of its
+// own.
 #pragma once
 
 #include <c10/util/Half.h>
@@ -39,7 +40,9 @@ constexpr std::array<float, 16> half_byte_numbers() {
 
 template <class T>
 TANDEM_INLINE void widen_block(const T* x, float* to, int64_t n) {
-  for_columns(n, [&](int64_t i, int lanes) { store_lanes(to + i, load_lanes(x + i, lanes), lanes); });
+  for_columns(n, [&](int64_t i, int lanes) {
+    store_lanes(to + i, load_lanes(x + i, lanes), lanes);
+  });
 }
 template <>
 TANDEM_INLINE void widen_block(const c10::Half* x, float* to, int64_t n) {
@@ -48,7 +51,9 @@ TANDEM_INLINE void widen_block(const c10::Half* x, float* to, int64_t n) {
 
 template <class T>
 TANDEM_INLINE void narrow_block(const float* x, T* to, int64_t n) {
-  for_columns(n, [&](int64_t i, int lanes) { store_lanes(to + i, load_lanes(x + i, lanes), lanes); });
+  for_columns(n, [&](int64_t i, int lanes) {
+    store_lanes(to + i, load_lanes(x + i, lanes), lanes);
+  });
 }
 template <>
 TANDEM_INLINE void narrow_block(const float* x, c10::Half* to, int64_t n) {
@@ -126,7 +131,9 @@ struct Sixteen {
     return reinterpret_cast<v8>(_mm256_blendv_ps(_mm256_permutevar8x32_ps(low, all),
                                                  _mm256_permutevar8x32_ps(high, all), fourth));
   }
-  TANDEM_INLINED v16 of(__m128i bytes) const { return {eight(bytes), eight(_mm_srli_si128(bytes, 8))}; }
+  TANDEM_INLINED v16 of(__m128i bytes) const {
+    return {eight(bytes), eight(_mm_srli_si128(bytes, 8))};
+  }
 };
 #endif
 
@@ -145,8 +152,8 @@ TANDEM_INLINE __m256i upper_halves(v8 x) {
 }
 #endif
 
-// A table of sixteen bfloat16 as two tables of bytes, for an instruction that looks up sixteen of them
-// in each half of a register.
+// A table of sixteen bfloat16 as two tables of bytes, for an instruction that looks up sixteen of
+// them in each half of a register.
 struct SixteenHalves {
   __m256i low, high;
 
@@ -156,9 +163,11 @@ struct SixteenHalves {
     const v16 scaled = load(numbers) * splat(scale);
     const __m256i words = reinterpret_cast<__m256i>(narrow(scaled));
 #else
-    // Of each half of a register packing takes four words, so numbers 4 to 7 and 8 to 11 change places.
+    // Of each half of a register packing takes four words, so numbers 4 to 7 and 8 to 11 change
+    // places.
     const auto rounded = [&](int64_t first) TANDEM_INLINED {
-      return upper_halves(joined(load_four(numbers + first), load_four(numbers + first + 8)) * scale);
+      const v8 some = joined(load_four(numbers + first), load_four(numbers + first + 8));
+      return upper_halves(some * scale);
     };
     const __m256i words = _mm256_packus_epi32(rounded(0), rounded(4));
 #endif
@@ -223,8 +232,8 @@ TANDEM_INLINE int64_t decode_sixteens(const uint8_t* codes, float scale, T* out,
 
 // ---- a block ----
 
-// The same number by number, or their sum over several `parts`, from the first on. Its buffers are large,
-// so it is no part of what calls it.
+// The same number by number, or their sum over several `parts`, from the first on. Its buffers are
+// large, so it is no part of what calls it.
 template <int64_t kind, class T, class S>
 __attribute__((noinline)) void decode_one_by_one(const uint8_t* codes, int64_t code_stride,
                                                  const S* scales, int64_t scale_stride,
