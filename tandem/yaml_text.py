@@ -40,5 +40,9 @@ def as_yaml(values: Any) -> str:
 
     Characters outside ASCII are escaped: YAML would fold some of Unicode's line breaks into spaces.
     """
-    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=False)
+    text: str
+    try:
+        text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=False)
+    except UnicodeEncodeError:  # bytes of a name that are not UTF-8, which libyaml does not take
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=False)
     return text
