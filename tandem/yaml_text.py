@@ -6,6 +6,7 @@ elsewhere that could be is read in Python, which raises `RecursionError`.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ def from_yaml(text: str) -> Any:
     """
     brackets = text.count("[") + text.count("{")
     longest = max(map(len, text.splitlines()), default=0)
-    can_be_deep = brackets >= _MANY_BRACKETS or longest >= _LONG_LINE
-    return yaml.load(text, yaml.SafeLoader if can_be_deep else _Loader)
+    if brackets < _MANY_BRACKETS and longest < _LONG_LINE:
+        with suppress(yaml.YAMLError):  # it also refuses what stands for bytes that are not UTF-8
+            return yaml.load(text, _Loader)
+    return yaml.safe_load(text)
 
 
 def shipped_table(path: Path) -> Any:

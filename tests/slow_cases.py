@@ -1,7 +1,9 @@
-"""Tests of which `make test` runs only some cases; all run with `make test-slow`.
+"""Tests of which `make test` runs only some cases, or none; all run with `make test-slow`.
 
-Each case left here takes seconds and walks code that the cases kept, or the tests named beside it,
-walk too. What is slow for a reason of its own is marked so where it stands.
+Each case left out takes seconds. Where some are kept, they walk the code that the others walk too.
+Where none is, the test puts together what other tests show in parts (a whole run over ranks, in
+half precision, until it has learned), or it compiles for it, or measures a process. What is slow
+for a reason of its own is marked so where it stands.
 """
 
 from __future__ import annotations

@@ -59,6 +59,7 @@ def test_what_is_not_yaml_is_an_error(text: str) -> None:
         "x\x00y",
         "yes",
         "1e3",
+        "a\udcffb",
         "- a",
         "# b",
         "x " * 200,
