@@ -14,9 +14,9 @@ import yaml
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-_LONG_LINE = 1000
+_LONG_LINE = 500
 """Characters. Blocks nest by indentation, so no deeper than this in lines that are not long."""
-_MANY_BRACKETS = 1000
+_MANY_BRACKETS = 500
 
 
 def from_yaml(text: str) -> Any:
@@ -28,7 +28,8 @@ def from_yaml(text: str) -> Any:
     brackets = text.count("[") + text.count("{")
     longest = max(map(len, text.splitlines()), default=0)
     if brackets < _MANY_BRACKETS and longest < _LONG_LINE:
-        with suppress(yaml.YAMLError):  # it also refuses what stands for bytes that are not UTF-8
+        # libyaml also refuses what stands for bytes that are not UTF-8.
+        with suppress(yaml.YAMLError, UnicodeError):
             return yaml.load(text, _Loader)
     return yaml.safe_load(text)
 

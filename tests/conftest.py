@@ -47,7 +47,8 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Before cases are chosen by their marks."""
-    mark_slow(items, are_whole_files=not any("::" in asked for asked in config.args))
+    has_some = config.getoption("lf", False) or any("::" in asked for asked in config.args)
+    mark_slow(items, are_whole_files=not has_some)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -119,7 +119,7 @@ def test_a_folder_inside_a_run_is_no_output_dir(
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("where", ["a file", "below a file", "read-only"])
+@pytest.mark.parametrize("where", ["a file", "below a file", "a broken link", "read-only"])
 def test_a_folder_that_cannot_be_written_is_said_before_data_are_read(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -129,8 +129,10 @@ def test_a_folder_that_cannot_be_written_is_said_before_data_are_read(
     (tmp_path / "file").touch()
     model = save_tiny_model(tmp_path / "model")
     if where == "read-only":  # root may write everywhere but on a read-only disk
-        monkeypatch.setattr("tandem.training.own_folder.os.access", lambda *_: False)
-    folder = {"a file": "file", "below a file": "file/run", "read-only": "run"}[where]
+        monkeypatch.setattr("tandem.training.own_folder.os.access", lambda *_, **__: False)
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    folders = {"a file": "file", "below a file": "file/run", "a broken link": "link"}
+    folder = folders.get(where, "run")
     capsys.readouterr()
     args = ("sft", "--actor-model", model, "--data", str(tmp_path / "rows.jsonl"))
     code, out, err = run(capsys, *args, "--output-dir", str(tmp_path / folder))

@@ -38,7 +38,8 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def _errors_only(name: str) -> Iterator[None]:
-    """What handles this logger's lines lets errors alone through; its level stays as it was.
+    """What handles this logger's lines lets errors alone through, but for a handler that is added
+    within; its level stays as it was.
 
     A level is set only where it changed: for a new one Python visits every logger there is, some
     thousands.

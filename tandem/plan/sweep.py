@@ -16,7 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tandem.config.load import dump_config
+import yaml
+
+from tandem.config.load import dump_config, plain_values
 from tandem.config.schema import RunConfig
 from tandem.config.stages import in_order, stage_of
 from tandem.errors import CheckpointError, ConfigError
@@ -198,5 +200,7 @@ def _digest(sweep: Sweep, case: Case) -> str:
 
 def _digest_of(config: RunConfig, ranks: int) -> str:
     """The digest of knobs and ranks, without the folder."""
-    text = dump_config(with_knobs(config, {"output_dir": "run"}))
+    values = plain_values(with_knobs(config, {"output_dir": "run"}))
+    # Not `dump_config`: where long texts are folded may differ between versions of its writer.
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=False)
     return hashlib.sha256(f"{ranks} ranks\n{text}".encode()).hexdigest()

@@ -61,13 +61,16 @@ def require_run_folder(path: Path, writes: bool = True) -> None:
             names one, or is no folder that this process can write in.
     """
     try:
+        if path.is_symlink() and not path.exists():
+            raise not_writable(path, "a link to what is not there")
         above = existing(path)
         is_folder = above.is_dir()
     except OSError as error:
         raise not_writable(path, str(error.strerror)) from None
     if not is_folder:
         raise not_writable(path, f"{above} is a file")
-    if writes and not os.access(above, os.W_OK | os.X_OK):
+    effective = os.access in os.supports_effective_ids
+    if writes and not os.access(above, os.W_OK | os.X_OK, effective_ids=effective):
         raise not_writable(path, f"nothing can be written in {above}")
     if (path / COMMAND_FILE).exists():
         return
