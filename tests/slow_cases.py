@@ -80,8 +80,6 @@ KEPT: Mapping[str, tuple[str, ...]] = {
     "engine/test_sliced.py::test_two_slices_say_what_the_whole_says": ("llama-2-2", "gemma2-3-2"),
     # Memory, measured in processes of their own.
     "engine/test_allocator.py::test_freed_blocks_are_used_again": (),
-    "engine/test_allocator.py::test_kv_memory_that_fits_into_no_hole_leaves_some_of_what_the_"
-    "machine_has": (),
     "training/test_memory_flat.py::test_thirty_steps_hold_what_ten_did": (),
     "generation/test_laying_out.py::test_what_was_freed_leaves_the_process": (),
     "bench/test_memory.py::test_a_case_holds_at_least_what_it_trains": (),
