@@ -159,7 +159,7 @@ struct SixteenHalves {
 
   // `numbers` by a scale that is no NaN, rounded to nearest even.
   TANDEM_INLINED SixteenHalves(const float* numbers, float scale) {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
     const v16 scaled = load(numbers) * splat(scale);
     const __m256i words = reinterpret_cast<__m256i>(narrow(scaled));
 #else
