@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,81 +16,45 @@ from torch import Tensor
 from tandem import processor
 from tandem.ops import native
 from tandem.ops.blockwise import INT4, INT8, NF4, BlockCode, dequantize, quantize
-
-ROOT = Path(__file__).resolve().parents[2]
-LEVELS = {
-    "x86-64-v2": {"sse4_2", "popcnt"},
-    "x86-64-v3": {"avx2", "fma", "bmi2", "f16c"},
-    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
-    "native -mno-avx512bf16": {"avx512_bf16"},
-    # What a processor with AMX tells the compiler besides its AVX-512.
-    "native -D__AMX_BF16__": {"avx512_bf16"},
-}
-
-
-def runs_here() -> list[str]:
-    """Values of TANDEM_MARCH whose code this machine can run."""
-    words = processor.features()
-    return ["native", *(march for march, needed in LEVELS.items() if needed <= words)]
-
+from tests.ops.processors import (
+    EMULATED_AMX,
+    EMULATED_AVX512,
+    HAS_AVX2,
+    HAS_PAIRS,
+    IS_X86,
+    ROOT,
+    built,
+    compile_with,
+    named,
+    needs_compiler,
+    runs_here,
+)
 
 CODES = [INT8, INT4, NF4, BlockCode("nf4", 18), BlockCode("int4", 70)]
+
+# Where the pairs that the unit reads are, or are emulated.
+WITH_AMX = [EMULATED_AMX] if HAS_PAIRS or HAS_AVX2 else []
 
 # How a weight is read.
 WAYS = AS_IT_LIES, PACKED, READY = 0, 1, 2
 
-# The code for Intel's matrix unit with the unit written out: it needs the pairs of AVX512_BF16.
-EMULATED_AMX = "native -DTANDEM_EMULATE_AMX"
-
-
-def variants() -> list[ParameterSet]:
-    """One is quick enough for every run: 10 s of compiling, once; the default is tested anyway."""
-    quick = "x86-64-v3"
-    return [pytest.param(march, marks=[] if march == quick else pytest.mark.slow)
-            for march in runs_here()]  # fmt: skip
-
-
-needs_compiler = pytest.mark.skipif(
-    native._compiler() is None or sys.platform == "win32", reason="no C++ compiler"
-)
 pytestmark = needs_compiler
+needs_x86 = pytest.mark.skipif(not IS_X86, reason="not an x86 processor")
 
 
-def flags_for(march: str) -> list[str]:
-    before = os.environ.get("TANDEM_MARCH")
-    os.environ["TANDEM_MARCH"] = march
-    try:
-        return native._flags()
-    finally:
-        os.environ.pop("TANDEM_MARCH")
-        if before is not None:
-            os.environ["TANDEM_MARCH"] = before
+def on_the_matrix_unit(test: Callable[..., None]) -> Callable[..., None]:
+    """Compiling the emulated unit takes a minute; whether it compiles is seen by every run."""
+    reason = "no AVX512_BF16, whose layout of pairs the unit reads, nor AVX2 to emulate it"
+    return pytest.mark.slow(pytest.mark.skipif(not WITH_AMX, reason=reason)(test))
 
 
-def compile_with(march: str, *arguments: str) -> None:
-    own = ["-O1", "-fvisibility=hidden", f"-I{native.SOURCES}"]
-    flags = [flag for flag in flags_for(march) if flag != "-O3"]
-    command = [str(native._compiler()), *flags, *own, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-@cache
-def built(march: str, harness: str, sources: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """A file of this folder and `sources`, for a processor, kept beside the C++ operations."""
-    path = Path(__file__).with_name(harness)
-    text = "".join(p.read_text() for p in (path, *sorted(native.SOURCES.iterdir()))
-                   if p.suffix in (".h", ".cpp"))  # fmt: skip
-    made_from = f"{flags_for(march)}{processor.description()}{text}"
-    key = hashlib.sha256(made_from.encode()).hexdigest()
-    library = native.cache_folder() / f"{path.stem}-{key[:16]}.so"
-    if not library.is_file():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        made = library.with_suffix(f".{os.getpid()}")
-        files = [str(path), *(str(native.SOURCES / f"{name}.cpp") for name in sources)]
-        compile_with(march, *files, "-shared", "-o", str(made), *native._link_flags())
-        os.replace(made, library)
-    return ctypes.CDLL(str(library))
+def variants(*more: str) -> list[ParameterSet]:
+    """One is quick enough for every run: not what this machine's own code is like."""
+    quick = "x86-64-v3" if "avx512f" in processor.features() else EMULATED_AVX512
+    return [
+        pytest.param(march, id=named(march), marks=[] if march == quick else pytest.mark.slow)
+        for march in [*runs_here(), *more]
+    ]
 
 
 def products(march: str) -> ctypes.CDLL:
@@ -174,23 +135,21 @@ def test_a_row_is_the_same_however_it_is_computed(
     check_rows(march, dtype, threads)
 
 
+@on_the_matrix_unit
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_is_the_same_on_the_matrix_unit(
     dtype: torch.dtype, threads: Callable[[int], None]
 ) -> None:
-    needs_pairs()
     assert uses_amx(EMULATED_AMX, dtype)
     check_rows(EMULATED_AMX, dtype, threads)
 
 
-@pytest.mark.parametrize("march", [*variants(), pytest.param(EMULATED_AMX)])
+@pytest.mark.parametrize("march", variants(*WITH_AMX))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("code", [*CODES, BlockCode("nf4", 96)], ids=str)
 def test_a_weight_of_codes_gives_the_bits_of_the_weight_that_they_stand_for(
     march: str, code: BlockCode, dtype: torch.dtype, threads: Callable[[int], None]
 ) -> None:
-    if march == EMULATED_AMX:
-        needs_pairs()
     for outputs, inputs in ((70, 320), (5, 34), (33, 1230), (48, 1120), (130, 2200)):
         x, weight, bias = operands(outputs, inputs, dtype)
         if outputs > 5:  # of more than a block
@@ -212,13 +171,13 @@ def test_a_weight_of_codes_gives_the_bits_of_the_weight_that_they_stand_for(
         assert error < (2**-7 if dtype == torch.bfloat16 else 1e-5)
 
 
+@on_the_matrix_unit
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_rows_by_large_weights_are_the_same_on_the_matrix_unit(
     dtype: torch.dtype, threads: Callable[[int], None]
 ) -> None:
     # More rows than are copied at a time, sums that wait for the next part of k, panels of a large
     # weight, and the last tile of each not full.
-    needs_pairs()
     outputs, inputs, rows = 90, 2201, 300
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (
@@ -237,12 +196,12 @@ def test_many_rows_by_large_weights_are_the_same_on_the_matrix_unit(
             assert torch.equal(got, whole[part]), (part, ahead)
 
 
+@on_the_matrix_unit
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_large_results_are_those_of_their_parts_on_the_matrix_unit(
     dtype: torch.dtype, threads: Callable[[int], None]
 ) -> None:
     # Results of a MiB and more are written past the caches if their rows are whole lines.
-    needs_pairs()
     threads(2)
     generator = torch.Generator().manual_seed(0)
     for outputs, rows, adds in ((1024, 530, False), (1024, 530, True), (1000, 550, False)):
@@ -275,8 +234,8 @@ def test_large_results_are_those_of_their_parts_on_the_matrix_unit(
             assert error < (2**-7 if dtype == torch.bfloat16 else 1e-6)
 
 
+@on_the_matrix_unit
 def test_float32_in_parts_is_closer_to_float64_than_a_sum_of_floats() -> None:
-    needs_pairs()
     x, weight, _ = operands(60, 700, torch.float32)
     x, weight = x * 10.0 ** torch.arange(-35, 35)[:, None].clamp(-12, 12), weight.exp()
     got = product(EMULATED_AMX, x, weight, torch.zeros(60), ahead=PACKED).double()
@@ -290,8 +249,8 @@ def test_float32_in_parts_is_closer_to_float64_than_a_sum_of_floats() -> None:
     assert ours.mean() < plain.mean() / 2
 
 
+@on_the_matrix_unit
 def test_what_is_no_number_stays_none_on_the_matrix_unit() -> None:
-    needs_pairs()
     x, weight, bias = operands(40, 70, torch.float32)
     x[1, 3], x[2, 69], weight[7, 5] = float("nan"), float("inf"), -float("nan")
     got = product(EMULATED_AMX, x, weight, bias, ahead=AS_IT_LIES)
@@ -302,11 +261,11 @@ def test_what_is_no_number_stays_none_on_the_matrix_unit() -> None:
     assert got[others][:, columns].isfinite().all()
 
 
+@on_the_matrix_unit
 @pytest.mark.parametrize("tiny", [4.5207e-41, float.fromhex("0x1.00007ep-117")])
 @pytest.mark.parametrize("ahead", WAYS)
 def test_a_number_too_small_for_its_parts_does_no_harm(tiny: float, ahead: int) -> None:
     # Its last part is no bfloat16: unmasked, it would fill the other number of its word.
-    needs_pairs()
     x, weight = torch.ones(40, 6), torch.ones(5, 6)
     weight[:, 1::2] = tiny
     got = product(EMULATED_AMX, x, weight, torch.zeros(5), ahead=ahead)
@@ -315,8 +274,8 @@ def test_a_number_too_small_for_its_parts_does_no_harm(tiny: float, ahead: int) 
     assert torch.equal(turned, torch.full((5, 40), 3.0))
 
 
+@on_the_matrix_unit
 def test_the_error_of_a_turned_product_does_not_grow_with_its_rows() -> None:
-    needs_pairs()
     rows = 16384
     a, b = (operands(n, rows, torch.float32)[1].abs().t().contiguous() for n in (3, 5))
     y = torch.zeros(3, 5)
@@ -325,6 +284,7 @@ def test_the_error_of_a_turned_product_does_not_grow_with_its_rows() -> None:
     assert ((y.double() - exact).abs() / exact).max() < 2**-20
 
 
+@on_the_matrix_unit
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs"),
@@ -337,7 +297,6 @@ def test_a_turned_product_on_the_matrix_unit_is_the_sum_over_rows(
     dtype: torch.dtype,
     threads: Callable[[int], None],
 ) -> None:
-    needs_pairs()
     left, right = operands(outputs, rows, dtype)[1], operands(inputs, rows, dtype)[1]
     a, b = left.t().contiguous(), right.t().contiguous()
     exact = left.double() @ right.double().t()
@@ -354,7 +313,7 @@ def test_a_turned_product_on_the_matrix_unit_is_the_sum_over_rows(
     assert torch.equal(*found), "the number of threads does not matter"
 
 
-@pytest.mark.parametrize("march", [*variants(), pytest.param(EMULATED_AMX)])
+@pytest.mark.parametrize("march", variants(*WITH_AMX))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pieces", [[64, 64, 64], [128, 32, 32], [352, 352], [24, 40, 8], [300, 7]])
 @pytest.mark.parametrize(
@@ -368,8 +327,6 @@ def test_sums_in_several_places_are_those_of_each(
     dtype: torch.dtype,
     threads: Callable[[int], None],
 ) -> None:
-    if march == EMULATED_AMX:
-        needs_pairs()
     left, b = operands(rows, sum(pieces), dtype)[1], operands(rows, inputs, dtype)[1]
     exact = left.double().t() @ b.double()
     found = []
@@ -394,11 +351,6 @@ def uses_amx(march: str, dtype: torch.dtype) -> bool:
     answer = products(march).uses_amx
     answer.restype = ctypes.c_bool
     return bool(answer(dtype == torch.bfloat16))
-
-
-def needs_pairs() -> None:
-    if "avx512_bf16" not in processor.features():
-        pytest.skip("no AVX512_BF16, whose layout of pairs the unit reads")
 
 
 def check_rows(march: str, dtype: torch.dtype, threads: Callable[[int], None]) -> None:
@@ -463,14 +415,37 @@ def test_the_rule_of_summation_is_the_one_that_is_stated(march: str) -> None:
         assert got[2, 39] == slow.to(dtype)
 
 
+@needs_x86
+@pytest.mark.parametrize(
+    "march",
+    [
+        pytest.param("x86-64-v2", marks=pytest.mark.slow),
+        pytest.param("x86-64-v3", marks=pytest.mark.slow),
+        "x86-64-v4",
+        pytest.param("x86-64-v4 -mavx512bf16", marks=pytest.mark.slow),
+        pytest.param("sapphirerapids", marks=pytest.mark.slow),
+    ],
+)
+def test_the_code_is_one_that_compiles_for_every_processor(march: str) -> None:
+    for unit in native.UNITS:
+        if unit != "torch_ops.cpp":
+            compile_with(march, "-fsyntax-only", str(native.SOURCES / unit))
+
+
+@needs_x86
+@pytest.mark.slow
+@pytest.mark.parametrize("march", ["x86-64-v2", "x86-64-v3", "x86-64-v4", "sapphirerapids"])
+def test_what_reads_torchs_headers_compiles_for_every_processor(march: str) -> None:
+    compile_with(march, "-fsyntax-only", str(native.SOURCES / "torch_ops.cpp"))
+
+
+@needs_x86
 def test_processors_with_amx_share_the_layout_of_packed_weights() -> None:
-    if "avx2" not in processor.features():
-        pytest.skip("not an x86 processor")
     march = "sapphirerapids"
     compile_with(march, "-DEXPECT_AMX", "-fsyntax-only", str(ROOT / "tests/ops/products.cpp"))
-    for name in ("gemm.cpp", "products_amx.cpp"):
-        # Nothing runs here, and -O0 finds what does not compile.
-        compile_with(march, "-O0", "-c", str(native.SOURCES / name), "-o", os.devnull)
+    # Nothing runs here, and -O0 finds what does not compile.
+    source = str(native.SOURCES / "products_amx.cpp")
+    compile_with(march, "-O0", "-c", source, "-o", os.devnull)
 
 
 BITWISE = (
@@ -483,7 +458,7 @@ BITWISE = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("march", runs_here()[1:])
+@pytest.mark.parametrize("march", runs_here()[1:], ids=named)
 def test_the_bitwise_tests_hold_on_every_instruction_set(march: str) -> None:
     environment = dict(os.environ, TANDEM_MARCH=march, TANDEM_NATIVE="on")
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *BITWISE]

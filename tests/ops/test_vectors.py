@@ -8,11 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.test_variants import built, needs_compiler, runs_here
+from tests.ops.processors import (
+    EMULATED_AVX512,
+    EMULATED_PAIRS,
+    built,
+    named,
+    needs_compiler,
+    runs_here,
+)
 
 # This machine's own registers, of 4 numbers, of 8 and of 16.
-MARCHES = sorted({"native", "x86-64-v2", "x86-64-v3", "x86-64-v4"} & set(runs_here()))
-
+MARCHES = [
+    pytest.param(march, id=named(march))
+    for march in sorted(
+        {"native", "x86-64-v2", "x86-64-v3", "x86-64-v4", EMULATED_AVX512, EMULATED_PAIRS}
+        & set(runs_here())
+    )
+]
 
 pytestmark = needs_compiler
 
@@ -35,7 +47,7 @@ def made(march: str, name: str, *given: Tensor, rows: int = 1) -> Tensor:
 @pytest.mark.parametrize("march", MARCHES)
 def test_lanes_move_where_they_should(march: str) -> None:
     library = built(march, "vectors.cpp")
-    expected = {"x86-64-v2": 4, "x86-64-v3": 8}
+    expected = {"x86-64-v2": 4, "x86-64-v3": 8, EMULATED_AVX512: 16, EMULATED_PAIRS: 16}
     assert library.register_floats() == expected.get(march, library.register_floats())
     x = numbers(16, 16)
     assert torch.equal(made(march, "square_turned", x, rows=16), x.t())

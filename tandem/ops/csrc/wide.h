@@ -228,7 +228,9 @@ TANDEM_INLINE Halves<V> min(Halves<V> a, Halves<V> b) {
 }
 
 // x as it is, in a register: what uses it neither loads it anew nor merges with what made it.
-#if defined(__AVX512F__)
+#if defined(TANDEM_EMULATE_AVX512)  // which no register holds
+#define TANDEM_REGISTER "+m"
+#elif defined(__AVX512F__)
 #define TANDEM_REGISTER "+v"
 #elif defined(__SSE__)
 #define TANDEM_REGISTER "+x"

@@ -1,0 +1,89 @@
+"""Code of csrc built for several processors, those that this machine is not among them."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tandem import processor
+from tandem.ops import native
+
+ROOT = Path(__file__).resolve().parents[2]
+LEVELS = {
+    "x86-64-v2": {"sse4_2", "popcnt"},
+    "x86-64-v3": {"avx2", "fma", "bmi2", "f16c"},
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "native -mno-avx512bf16": {"avx512_bf16"},
+    # What a processor with AMX tells the compiler besides its AVX-512.
+    "native -D__AMX_BF16__": {"avx512_bf16"},
+}
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
+HAS_AVX2 = LEVELS["x86-64-v3"] <= processor.features()
+HAS_PAIRS = "avx512_bf16" in processor.features()
+
+# AVX-512 written out for a processor with AVX2, without and with the pairs of AVX512_BF16.
+EMULATION = Path(__file__).with_name("emulated_avx512.h")
+EMULATED_AVX512 = f"x86-64-v3 -include {EMULATION}"
+EMULATED_PAIRS = f"{EMULATED_AVX512} -DTANDEM_EMULATE_BF16"
+# The code for Intel's matrix unit with the unit written out; it reads pairs.
+EMULATED_AMX = f"{'native' if HAS_PAIRS else EMULATED_PAIRS} -DTANDEM_EMULATE_AMX"
+
+needs_compiler = pytest.mark.skipif(
+    native.compiler() is None or sys.platform == "win32", reason="no C++ compiler"
+)
+
+
+def runs_here() -> list[str]:
+    """Values of TANDEM_MARCH whose code this machine can run."""
+    words = processor.features()
+    levels = [march for march, needed in LEVELS.items() if needed <= words]
+    return ["native", *levels, *([EMULATED_AVX512, EMULATED_PAIRS] if HAS_AVX2 else [])]
+
+
+def named(march: str) -> str:
+    """For the name of a test: without what only the compiler needs."""
+    names = {EMULATED_AVX512: "avx512", EMULATED_PAIRS: "avx512bf16", EMULATED_AMX: "amx"}
+    return names.get(march, march)
+
+
+def flags_for(march: str) -> list[str]:
+    """What native.py tells the compiler for a processor; optimized less, which takes less time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TANDEM_MARCH", march)
+        flags = native._flags()
+    # What is emulated is many small functions, except where tiles are multiplied number by number.
+    less = "-Og" if march in (EMULATED_AVX512, EMULATED_PAIRS) else "-O1"
+    flags[flags.index("-O3")] = less
+    return [*flags, "-fvisibility=hidden", f"-I{native.SOURCES}"]
+
+
+def compile_with(march: str, *arguments: str) -> None:
+    command = [str(native.compiler()), *flags_for(march), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@cache
+def built(march: str, harness: str, sources: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """A file of this folder and `sources`, for a processor, kept beside the C++ operations."""
+    path = Path(__file__).with_name(harness)
+    files = (path, EMULATION, *sorted(native.SOURCES.iterdir()))
+    text = "".join(file.read_text() for file in files if file.suffix in (".h", ".cpp"))
+    made_from = f"{flags_for(march)}{processor.description()}{text}"
+    key = hashlib.sha256(made_from.encode()).hexdigest()
+    library = native.cache_folder() / f"{path.stem}-{key[:16]}.so"
+    if not library.is_file():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        made = library.with_suffix(f".{os.getpid()}")
+        units = [str(path), *(str(native.SOURCES / f"{name}.cpp") for name in sources)]
+        compile_with(march, *units, "-shared", "-o", str(made), *native._link_flags())
+        os.replace(made, library)
+    return ctypes.CDLL(str(library))
