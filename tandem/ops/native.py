@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -177,10 +178,11 @@ def _compiled(compiler: str, name: str, folder: Path, log: Path) -> Path:
     about = _CPU_SECONDS // min(processor.num_cores(), 2)
     print_line(f"building the C++ operations, once for this machine, about {about} s ...")
     linked, objects = folder / "linked.so", [folder / f"{unit}.o" for unit in UNITS]
+    flags = [*_flags(), *_names_flags(compiler)]
     try:
         for commands in (
             [
-                [compiler, *_flags(), "-c", str(SOURCES / unit), "-o", str(target)]
+                [compiler, *flags, "-c", str(SOURCES / unit), "-o", str(target)]
                 for unit, target in zip(UNITS, objects, strict=True)
             ],
             [[compiler, "-shared", "-o", str(linked), *map(str, objects), *_link_flags()]],
@@ -277,6 +279,20 @@ def _flags() -> list[str]:
         flags.append("-fno-schedule-insns")
     flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
     return [*flags, *(f"-I{folder}" for folder in includes)]
+
+
+def _names_flags(compiler: str) -> list[str]:
+    """So that the library finds torch's functions by the names that they have there.
+
+    From version 18 on (Apple's 17) clang gives some templates other names than GCC and the clang
+    that torch 2.11 was built with; torch 2.12 has none of these among what is used here.
+    """
+    if torch.__version__ >= "2.12":
+        return []
+    about = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    version = re.search(r"clang version (\d+)", about.stdout)
+    # An older one takes no version beyond its own.
+    return ["-fclang-abi-compat=17"] if version and int(version[1]) >= 17 else []
 
 
 def _link_flags() -> list[str]:

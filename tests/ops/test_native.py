@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from tandem import processor
 from tandem.ops import dense, native
@@ -315,6 +316,32 @@ def test_every_source_is_in_one_unit_that_is_compiled(builds: list[Commands]) ->
     for source in native.SOURCES.glob("*.cpp"):
         included = sum(f'#include "{source.name}"' in text for text in texts)
         assert included + units.count(source) == 1, source.name
+
+
+@pytest.mark.parametrize(
+    ("version", "about", "is_told"),
+    [
+        ("2.11.0+cpu", "Ubuntu clang version 18.1.3", True),
+        ("2.11.0", "Apple clang version 17.0.0 (clang-1700.0.13.3)", True),
+        ("2.11.0", "Apple clang version 16.0.0 (clang-1600.0.26.6)", False),
+        ("2.11.0", "g++ (Debian 12.2.0-14) 12.2.0", False),
+        ("2.12.0", "clang version 22.1.8", False),
+    ],
+)
+def test_clang_is_told_by_which_names_torch_2_11_calls_its_functions(
+    version: str,
+    about: str,
+    is_told: bool,
+    builds: list[Commands],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\necho '{about}'\n")
+    compiler.chmod(0o700)
+    native._built(str(compiler))
+    assert all(("-fclang-abi-compat=17" in command) == is_told for command in builds[0])
 
 
 @pytest.mark.parametrize("left", [0, 4])
