@@ -396,7 +396,7 @@ struct RowsAsColumns {
     if (words < words_of<T>(K)) {
       load_turned(Matrix<T>{data, stride, 1}, first, std::min(kSide, N - first), words, K, x);
     } else {
-      std::fill_n(x, 16, v16{});
+      for (v16& row : x) row = v16{};  // as a template's argument v16 would lose its alignment
     }
     if constexpr (kParts<T> > 1) {
       for (int64_t j = 0; j < kSide / 2; ++j)
