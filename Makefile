@@ -56,12 +56,14 @@ bench-gpu: $(STAMP)  ## all of it on a GPU; without one, try it by bench/gpu.py 
 	$(BIN)/python bench/gpu.py --json bench-gpu.json
 	$(BIN)/python bench/gpu_tables.py bench-gpu.json
 
-# torch comes first and alone, at its pinned version: pip must not pick another build of it.
+# torch comes first and alone, at its pinned version: pip must not pick another build of it. All
+# that the C++ operations need is there then: they are built while the rest is fetched.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
+	$(BIN)/python -W ignore -c "from tandem.ops import native; native.available()" & \
+		$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
 
 clean:
