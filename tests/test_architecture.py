@@ -49,17 +49,30 @@ def room_of(module: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Of the whole tree, in ast.walk's order."""
+    return list(ast.walk(parsed(path)))
+
+
+@cache
 def imports(path: Path) -> set[str]:
     """Every tandem module that a file imports, those inside functions too; type-only ones not."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     type_only = {
         id(node)
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for block in nodes(path)
+        if isinstance(block, ast.If)
+        and isinstance(block.test, ast.Name)
+        and block.test.id == "TYPE_CHECKING"
         for node in ast.walk(block)
     }
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if id(node) in type_only:
             continue
         if isinstance(node, ast.Import):
@@ -105,8 +118,7 @@ def test_no_file_imports_itself_in_a_circle() -> None:
 
 def test_objectives_import_torch_and_errors_alone() -> None:
     for path in (PACKAGE / "objectives").glob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
+        for node in nodes(path):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 names = [node.module or ""]
@@ -129,7 +141,7 @@ def documented_methods() -> set[str]:
     return {
         method.name
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef)
         for method in node.body
         if isinstance(method, ast.FunctionDef) and ast.get_docstring(method)
@@ -142,25 +154,26 @@ OVERRIDES = {"forward", "error", "parse_args"}
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_public_things_are_documented_and_files_can_be_held_in_the_head(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
-    tree = ast.parse(source)
-    assert ast.get_docstring(tree), f"{path.name} says nothing of itself"
-    assert len(source.splitlines()) <= 400, f"{path.name}: one idea should move out"
+    num_lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert ast.get_docstring(parsed(path)), f"{path.name} says nothing of itself"
+    assert num_lines <= 400, f"{path.name}: one idea should move out"
     inside_functions = {
         id(child)
-        for node in ast.walk(tree)
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef)
         for child in ast.walk(node)
         if child is not node
     }
-    for node in ast.walk(tree):
+    private_bodies = [
+        c.body for c in nodes(path) if isinstance(c, ast.ClassDef) and c.name.startswith("_")
+    ]
+    for node in nodes(path):
         if not isinstance(node, ast.FunctionDef | ast.ClassDef) or id(node) in inside_functions:
             continue
         if isinstance(node, ast.FunctionDef):
             assert (node.end_lineno or 0) - node.lineno < 75, f"{node.name} is too long to see"
         is_private = node.name.startswith("_")
-        owners = [c for c in ast.walk(tree) if isinstance(c, ast.ClassDef) and node in c.body]
-        in_private = any(owner.name.startswith("_") for owner in owners)
+        in_private = any(node in body for body in private_bodies)
         if not (is_private or in_private or node.name in OVERRIDES | documented_methods()):
             assert ast.get_docstring(node), f"{path.name}: {node.name} has no docstring"
 
