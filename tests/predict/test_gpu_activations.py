@@ -48,7 +48,7 @@ class _Alive(TorchDispatchMode):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.peak = 0
-        self._model = model
+        self._weights = list(model.parameters())
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
@@ -69,10 +69,9 @@ class _Alive(TorchDispatchMode):
 
     def now(self) -> int:
         """Bytes that are held, without weights and their gradients."""
-        weights = list(self._model.parameters())
         apart = {
             tensor.untyped_storage()._cdata
-            for weight in weights
+            for weight in self._weights
             for tensor in (weight, weight.grad)
             if tensor is not None
         }

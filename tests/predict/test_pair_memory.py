@@ -35,7 +35,7 @@ class _WithGradients(_Alive):
     """Counts gradients too."""
 
     def now(self) -> int:
-        weights = {weight.untyped_storage()._cdata for weight in self._model.parameters()}
+        weights = {weight.untyped_storage()._cdata for weight in self._weights}
         self._held = {k: held for k, held in self._held.items() if not held[0].expired()}
         return sum(size for key, (_, size) in self._held.items() if key not in weights)
 
