@@ -75,9 +75,17 @@ def why_not() -> str:
             if compiler is None:
                 return _missing("no C++ compiler was found (set CXX, or install g++ or clang++)")
             library = _built(compiler)
-        torch.ops.load_library(str(library))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return _missing(f"the C++ operations did not build: {first_line(error)}")
+    try:
+        torch.ops.load_library(str(library))
+    except (OSError, RuntimeError) as error:
+        # It stays: the same compiler would take minutes in every run to fail again.
+        why = first_line(error.__cause__ or error)  # torch's own line names the file alone
+        return _missing(
+            f"the C++ operations were built but do not load: {why} "
+            f"(to build them by another compiler, set CXX and remove {library})"
+        )
     return ""
 
 

@@ -382,6 +382,19 @@ def test_a_library_that_is_there_needs_no_compiler(
     assert capsys.readouterr().err == ""
 
 
+def test_a_library_that_does_not_load_is_named(
+    builds: list[Commands], capsys: pytest.CaptureFixture[str]
+) -> None:
+    library = native._built("g++")  # of text
+    capsys.readouterr()
+    reason = native.why_not.__wrapped__()
+    assert reason.startswith(f"the C++ operations were built but do not load: {library}: ")
+    assert reason.endswith(f" (to build them by another compiler, set CXX and remove {library})")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tandem: {reason}; plain torch runs instead")
+    assert library.is_file()
+
+
 # ---- a compiler that fails, and folders that cannot be written ----
 
 
