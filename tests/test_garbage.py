@@ -45,7 +45,8 @@ def test_an_inner_block_collects_and_leaves_what_is_frozen_to_the_outer_one() ->
         with no_collection_of_old_objects():
             assert garbage() is None
             made = cycle()
-        assert gc.get_freeze_count() == before
+        # Not the same: what nobody refers to any more goes, frozen or not.
+        assert 0 < gc.get_freeze_count() <= before
         assert id(kept) not in {id(found) for found in gc.get_objects()}
         gc.collect()
         assert made() is None, "what the inner one made can be collected"
