@@ -74,11 +74,6 @@ inline uint16_t narrowed(float x) {
   return static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
 }
 
-inline __m512 load(const void* p) {
-  __m512 x;
-  std::memcpy(&x, p, sizeof x);
-  return x;
-}
 inline __m512 load_some(__mmask16 mask, const float* p) {
   return each<F16>([&](int i) { return mask >> i & 1 ? p[i] : 0.0f; }).as<__m512>();
 }
@@ -171,7 +166,6 @@ inline __m256bh narrow(__m512 x) {
 
 }  // namespace emulated
 
-#define _mm512_loadu_ps emulated::load
 #define _mm512_maskz_loadu_ps emulated::load_some
 #define _mm512_mask_storeu_ps emulated::store_some
 #define _mm256_maskz_loadu_epi16 emulated::load_some_halves
@@ -190,5 +184,7 @@ inline __m256bh narrow(__m512 x) {
 #define _mm512_cvtepi32_epi16 emulated::lower_halves
 #define _mm512_set1_epi32 emulated::all
 #define _mm512_ternarylogic_epi32 emulated::by_table
+#if defined(TANDEM_EMULATE_BF16)
 #define _mm512_dpbf16_ps emulated::dot_pairs
 #define _mm512_cvtneps_pbh emulated::narrow
+#endif

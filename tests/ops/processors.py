@@ -1,4 +1,4 @@
-"""Code of csrc built for several processors, those that this machine is not among them."""
+"""Code of csrc built for several processors, among them such as this machine is not."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from functools import cache
@@ -31,7 +32,11 @@ HAS_PAIRS = "avx512_bf16" in processor.features()
 
 # AVX-512 written out for a processor with AVX2, without and with the pairs of AVX512_BF16.
 EMULATION = Path(__file__).with_name("emulated_avx512.h")
-EMULATED_AVX512 = f"x86-64-v3 -include {EMULATION}"
+# The header's digest is for what keeps a library by its flags.
+EMULATED_AVX512 = (
+    f"x86-64-v3 -include {shlex.quote(str(EMULATION))} "
+    f"-DTANDEM_EMULATION=0x{hashlib.sha256(EMULATION.read_bytes()).hexdigest()[:8]}"
+)
 EMULATED_PAIRS = f"{EMULATED_AVX512} -DTANDEM_EMULATE_BF16"
 # The code for Intel's matrix unit with the unit written out; it reads pairs.
 EMULATED_AMX = f"{'native' if HAS_PAIRS else EMULATED_PAIRS} -DTANDEM_EMULATE_AMX"
@@ -59,9 +64,12 @@ def flags_for(march: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TANDEM_MARCH", march)
         flags = native._flags()
-    # What is emulated is many small functions, except where tiles are multiplied number by number.
-    less = "-Og" if march in (EMULATED_AVX512, EMULATED_PAIRS) else "-O1"
-    flags[flags.index("-O3")] = less
+    # The emulation's many small functions take GCC four times as long with -O1; its tiles, which
+    # are multiplied number by number, are too slow without. A product and a sum become one rounding
+    # with expensive optimizations alone.
+    is_small = march in (EMULATED_AVX512, EMULATED_PAIRS)
+    at = flags.index("-O3")
+    flags[at : at + 1] = ["-Og"] if is_small else ["-O1", "-fexpensive-optimizations"]
     return [*flags, "-fvisibility=hidden", f"-I{native.SOURCES}"]
 
 
@@ -75,9 +83,9 @@ def compile_with(march: str, *arguments: str) -> None:
 def built(march: str, harness: str, sources: tuple[str, ...] = ()) -> ctypes.CDLL:
     """A file of this folder and `sources`, for a processor, kept beside the C++ operations."""
     path = Path(__file__).with_name(harness)
-    files = (path, EMULATION, *sorted(native.SOURCES.iterdir()))
+    files = (path, *sorted(native.SOURCES.iterdir()))
     text = "".join(file.read_text() for file in files if file.suffix in (".h", ".cpp"))
-    made_from = f"{flags_for(march)}{processor.description()}{text}"
+    made_from = f"{native.compiler()}{sources}{flags_for(march)}{processor.description()}{text}"
     key = hashlib.sha256(made_from.encode()).hexdigest()
     library = native.cache_folder() / f"{path.stem}-{key[:16]}.so"
     if not library.is_file():

@@ -48,6 +48,12 @@ TANDEM_INLINE V multiply_add(V a, V b, V sum) {
     return {multiply_add<T>(a.lo, b.lo, sum.lo), multiply_add<T>(a.hi, b.hi, sum.hi)};
   }
 #endif
+#if defined(TANDEM_EMULATE_AVX512)
+  // One rounding at any level of optimization, as one instruction of AVX-512 makes.
+  if constexpr (std::is_same_v<V, v16>)
+    return joined(_mm256_fmadd_ps(lower(a), lower(b), lower(sum)),
+                  _mm256_fmadd_ps(upper(a), upper(b), upper(sum)));
+#endif
   return a * b + sum;
 }
 
