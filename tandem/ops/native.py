@@ -80,11 +80,12 @@ def why_not() -> str:
     try:
         torch.ops.load_library(str(library))
     except (OSError, RuntimeError) as error:
-        # It stays: the same compiler would take minutes in every run to fail again.
+        # The library stays: the same compiler would take minutes in every run to fail again.
         why = first_line(error.__cause__ or error)  # torch's own line names the file alone
         return _missing(
             f"the C++ operations were built but do not load: {why} "
-            f"(to build them by another compiler, set CXX and remove {library})"
+            f"(keep them in another folder with TANDEM_CACHE, or remove {library} and set CXX "
+            "to another compiler)"
         )
     return ""
 
@@ -297,8 +298,8 @@ def _names_flags(compiler: str) -> list[str]:
     """
     if torch.__version__ >= "2.12":
         return []
-    about = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    version = re.search(r"clang version (\d+)", about.stdout)
+    about = subprocess.run([compiler, "--version"], capture_output=True, check=False)
+    version = re.search(rb"clang version (\d+)", about.stdout)
     # An older one takes no version beyond its own.
     return ["-fclang-abi-compat=17"] if version and int(version[1]) >= 17 else []
 
