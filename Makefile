@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test test-gpu test-simulated-gpu test-slow battery lint types docs bench bench-gpu clean
+.PHONY: packages operations demo test test-gpu test-simulated-gpu test-slow battery lint types docs bench bench-gpu clean
 
 demo: $(STAMP)  ## all three steps on the built-in data set, then a chat sample and a report
 	$(BIN)/tandem demo
@@ -62,9 +62,15 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/python -W ignore -c "from tandem.ops import native; native.available()" & \
-		$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
+	$(MAKE) --no-print-directory -j 2 packages operations
 	touch $(STAMP)
+
+packages:
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
+
+# What goes wrong here is told where they are used.
+operations:
+	-@$(BIN)/python -W ignore -c "from tandem.ops import native; native.available()" 2> /dev/null
 
 clean:
 	rm -rf $(VENV) runs
