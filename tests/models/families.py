@@ -119,7 +119,7 @@ _MADE: dict[str, PreTrainedModel] = {}
 
 
 def _copy_of(made: Callable[..., PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Of a model that is made once for each config: a copy takes half of its time."""
+    """A copy of the model, which is made once for each config: half the time of making it."""
     key = f"{made.__name__} {type(config).__name__} {config.to_dict()}"
     if key not in _MADE:
         _MADE[key] = perturbed(made(config, seed=3))
