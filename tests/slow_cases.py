@@ -125,8 +125,6 @@ KEPT: Mapping[str, tuple[str, ...]] = {
     "predict/test_pair_memory.py::test_a_step_on_pairs_holds_what_the_formula_says": (
         "micro_batches1-llama", "micro_batches4-llama", "micro_batches0-opt", "micro_batches4-opt",
     ),
-    "engine/test_allocator.py::test_kv_memory_that_fits_into_no_hole_leaves_some_of_what_the_"
-    "machine_has": (),
     # Benches: that both sides are alike, by one knob of each kind.
     "bench/test_commands.py::test_the_command_prints_a_table_and_writes_json": (
         "generation", "packed",
