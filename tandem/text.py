@@ -34,6 +34,12 @@ def visible_lines(text: str) -> str:
     return "".join(char if _is_harmless(char) else ascii(char)[1:-1] for char in text)
 
 
+def is_unicode(text: str) -> bool:
+    """Whether it can be encoded: bytes of a command line that are not UTF-8 arrive as lone
+    surrogates."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
 def counted(number: int, noun: str) -> str:
     """A number of things: 1 row, 1,024 rows."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -23,6 +23,7 @@ from tandem.config.spellings import conversion, knob_meant, note_of, with_dotted
 from tandem.config.stages import defaults_of, of_family, rl_stage, stage_names
 from tandem.config.yaml_file import read_file
 from tandem.errors import ConfigError
+from tandem.text import is_unicode
 from tandem.yaml_text import as_yaml
 
 T = TypeVar("T")
@@ -353,6 +354,8 @@ def _convert(value: Any, hint: Any) -> Any:
         except ValueError:
             raise ValueError("a number") from None
     if type(value) is hint:
+        if isinstance(value, str) and not is_unicode(value):
+            raise ValueError("text in UTF-8")
         return value
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     raise ValueError(names[hint])

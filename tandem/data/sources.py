@@ -39,7 +39,7 @@ from tandem.data.plaintext import read_text
 from tandem.data.rows import BadRow, RawRow
 from tandem.data.saved import is_saved_dataset, rows_through_datasets
 from tandem.errors import ConfigError, DataError
-from tandem.text import counted, visible
+from tandem.text import counted, is_unicode, visible
 from tandem.types import Source
 
 ROLES = (
@@ -118,7 +118,7 @@ def parse_spec(text: str) -> DataSpec:
                 f"the weight of data set {excerpt(text)} must be above 0 and at most "
                 f"{_MOST_WEIGHT:,}; got {number}. To give it no weight, remove the data set."
             )
-    if re.search("[\ud800-\udfff]", text):  # how bytes that are not UTF-8 arrive
+    if not is_unicode(text):
         raise ConfigError(
             f"data set {excerpt(text)} must have a name in UTF-8; got other bytes. Rename the file."
         )

@@ -18,7 +18,7 @@ from tandem.models.folder import read_headers, read_object
 from tandem.models.hf_logging import quiet
 from tandem.models.text_families import has_equal
 from tandem.models.validate_checkpoint import check_folder, check_weights
-from tandem.text import cause_of, one_line
+from tandem.text import cause_of, is_unicode, one_line
 
 ADAPTER_CONFIG = "adapter_config.json"
 _HUB_TIMEOUT_SECONDS = 10.0
@@ -66,7 +66,7 @@ def locate(path: str | Path) -> Located:
             f"model {text[:100]!r} must be a valid folder or hub name; got "
             f"{one_line(error)[:100]}. Check the spelling."
         ) from error
-    if not _is_unicode(text):
+    if not is_unicode(text):
         raise ModelError(
             f"model {text!r} must have a name in UTF-8; got other bytes. Rename the folder."
         )
@@ -91,11 +91,6 @@ def locate(path: str | Path) -> Located:
             f"{cause_of(error)}. Check the spelling, or copy the model here and give its folder."
         ) from error
     return Located(text, commit=str(info.sha or ""))
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether a name can be encoded: bytes that are not UTF-8 arrive as lone surrogates."""
-    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _in_cache(name: str) -> Path | None:

@@ -35,7 +35,7 @@ from tandem.rewards.tool_schema import offered_tools
 from tandem.serve.greedy import as_drawn
 from tandem.serve.named_model import find_model, models_of, note_on_tools, notes_of
 from tandem.serve.place import Place, put, read_from
-from tandem.text import visible, visible_lines
+from tandem.text import is_unicode, visible, visible_lines
 from tandem.types import Message
 
 HELP = """\
@@ -221,7 +221,7 @@ def chat(
 
 def _unusable(text: str) -> str:
     """What in `text` files and tokenizers refuse; "" if nothing."""
-    if any("\ud800" <= char <= "\udfff" for char in text):
+    if not is_unicode(text):
         return "bytes that are not UTF-8"
     return "a NUL character" if "\0" in text else ""
 

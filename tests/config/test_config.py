@@ -129,6 +129,11 @@ def test_a_missing_file() -> None:
         ("--no-ema=true", "ppo.ema must be true or false; got '--no-ema true'"),
         ("--stages sft rewrd", "did you mean reward?"),
         ("--ppo-steps 1.5", "ppo.steps must be a whole number; got '1.5'"),
+        (
+            "--dataset.system-prompt a\udcff",
+            r"dataset.system_prompt must be text in UTF-8; got 'a\udcff'",
+        ),
+        ("--sft-data a\udcff b", r"sft_data must be text in UTF-8; got ['a\udcff', 'b']"),
     ],
 )
 def test_wrong_flags_get_one_line(flags: str, part: str) -> None:
