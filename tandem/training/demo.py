@@ -23,6 +23,7 @@ from tandem.metrics.report import write_report
 from tandem.models.load import load_causal_lm, load_tokenizer, new_causal_lm
 from tandem.models.save import save_model
 from tandem.training.compare import answer, first_of_each, policies
+from tandem.training.own_folder import require_run_folder
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import tokenizer_sources, train
 from tandem.training.stage_data import StepRows, prepare_rows
@@ -35,8 +36,11 @@ def demo(output_dir: str, console: Console | None = None) -> dict[str, dict[str,
     Returns:
         the rule's verdict on each model: {label: {"form", "content", "manner", "score"}}, shares
         and means over held-out prompts.
+    Raises:
+        CheckpointError: the folder is not a run's, or cannot be written.
     """
     console = console or Console()
+    require_run_folder(Path(output_dir))
     config = demo_config(output_dir)
     base = Path(output_dir) / "base"
     config = replace(config, actor_model=str(base))

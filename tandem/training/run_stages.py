@@ -192,8 +192,8 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
     config, print_line = run.config, run.print_line
     if line := described(run.path, run.world):
         print_line(line)
-    run.bring_finished()
     run.require_own_folder()
+    run.bring_finished()
     _unfinished(run)  # before anything is read: refuses stages that were made otherwise
     _check_inputs(run)
     for line in settled:

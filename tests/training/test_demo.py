@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.errors import CheckpointError
 from tandem.metrics.log import read_metrics
 from tandem.training.demo import demo
 
@@ -23,3 +24,10 @@ def test_every_step_shows_by_the_hidden_rule(tmp_path: Path) -> None:
     last = read_metrics(tmp_path / "demo")[-1].values
     assert last["heldout_kl"] < 3
     assert last["heldout_eos_rate"] > 0.95
+
+
+def test_a_folder_with_other_things_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(CheckpointError, match=r"an empty one; got .* with 'thesis\.txt'"):
+        demo(str(tmp_path))
+    assert [found.name for found in tmp_path.iterdir()] == ["thesis.txt"]
