@@ -19,10 +19,8 @@ from tandem.serve.engine import Asked, Generation, Progress
 from tandem.serve.judging import Answered, Judging, finite, judge, prompt_logprobs
 from tandem.serve.loading import Loaded
 from tandem.serve.service import Service
+from tandem.serve.thinking import thoughts_behind
 from tandem.types import Message
-
-_PROMPT_END = 64
-"""Tokens of a prompt that are looked at for whether its end begins a thought, or ends one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +91,7 @@ async def prepare_chat(
             raise no_tools()
         if tools:  # how calls are read is found out once, which takes a moment
             loaded.renderer.spoken("", tools, ())
-        end = loaded.renderer.continuation(row.token_ids[-_PROMPT_END:])
-        thoughts = loaded.renderer.thoughts.behind(end)
+        thoughts = thoughts_behind(loaded.renderer, row.token_ids)
         return Prepared(row.token_ids, tuple(messages), tools=tools, thoughts=thoughts)
 
     return await service.in_text_thread(rendered)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain, repeat
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tandem.config.schema import SamplingConfig
 from tandem.config.spellings import listed
 from tandem.data.own_template import put_template, read_template, with_kept_template
 from tandem.data.render import Renderer
+from tandem.data.thoughts import NO_THOUGHTS
 from tandem.data.turns import turns_in
 from tandem.errors import ConfigError, FullError, ModelError, TandemError
 from tandem.generation.detokenizer import AnswerText
@@ -35,6 +37,7 @@ from tandem.rewards.tool_schema import offered_tools
 from tandem.serve.greedy import as_drawn
 from tandem.serve.named_model import find_model, models_of, note_on_tools, notes_of
 from tandem.serve.place import Place, put, read_from
+from tandem.serve.thinking import thoughts_behind
 from tandem.text import is_unicode, visible, visible_lines
 from tandem.types import Message
 
@@ -72,6 +75,7 @@ class Conversation:
     def __post_init__(self) -> None:
         self._memory = Turns(self.model, Stops.of(self.renderer))
         self._problem = ""
+        self._thoughts = NO_THOUGHTS
 
     @cached_property
     def goes_on(self) -> bool:
@@ -85,6 +89,7 @@ class Conversation:
         answers.
         """
         prompt = self.renderer.prompt(self.messages(), tools=self.schemas)
+        self._thoughts = thoughts_behind(self.renderer, prompt.token_ids)
         said = AnswerText(
             self.renderer.decode, self.sampling.stop_strings, self.sampling.min_new_tokens
         )
@@ -106,6 +111,15 @@ class Conversation:
                 spoken = self.renderer.spoken(said.text, self.schemas, self.turns)
                 turn, self._problem = spoken.turn, spoken.problem
             self.turns.append(turn)
+
+    def spoken(self) -> Iterator[tuple[str, str]]:
+        """As `answer`: what each piece adds to the thoughts, and what to the words."""
+        text, told = "", ("", "")
+        for piece, is_over in chain(zip(self.answer(), repeat(False)), [("", True)]):
+            text += piece
+            now = self._thoughts.so_far(text, is_over)
+            yield now[0][len(told[0]) :], now[1][len(told[1]) :]
+            told = now
 
     def heard(self) -> list[Message]:
         """What the last answer hears of the tools that it calls, kept as the next turns; nothing if
@@ -269,15 +283,22 @@ def _undo(talk: Conversation) -> str:
     return f"removed: {visible(line if len(line) <= 60 else line[:60] + '…')}\n"
 
 
+_ASSISTANT = "assistant> "
+
+
 def _print_line(talk: Conversation, write: Callable[[str], None]) -> None:
-    label = "assistant> "
+    label = _ASSISTANT
     try:
         for _ in range(_MOST_ANSWERS):
-            for text in talk.answer():
-                write(label + visible_lines(text))
-                label = ""
+            for thoughts, words in talk.spoken():
+                if thoughts:
+                    write(("thinking> " if label == _ASSISTANT else "") + visible_lines(thoughts))
+                    label = f"\n{_ASSISTANT}"
+                if words:
+                    write(label + visible_lines(words))
+                    label = ""
             write(f"{label}\n")
-            label = "assistant> "
+            label = _ASSISTANT
             heard = talk.heard()
             for line in talk.tools.printed() if talk.tools else ():
                 write(f"{visible(line)}\n")
@@ -294,7 +315,7 @@ def _print_line(talk: Conversation, write: Callable[[str], None]) -> None:
     except TandemError as error:  # only this message cannot be answered
         what = "the tools' results leave no room" if talk.turns[-1].role == "tool" else ""
         _take_back(talk)
-        start = "" if label else "\n"
+        start = "" if label == _ASSISTANT else "\n"
         told = ": ".join(filter(None, ("not answered", what, visible(_advised(error, talk)))))
         write(f"{start}{told}\n")
 

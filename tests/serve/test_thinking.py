@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
+from tandem.config.schema import SamplingConfig
 from tandem.data.call_reader import Called
 from tandem.data.render import Renderer
 from tandem.data.spoken import spoken
 from tandem.data.thoughts import ThoughtForm
+from tandem.generation.streaming import Turns
 from tandem.models.load import load_tokenizer
 from tandem.serve.answering import Choice, Prepared
 from tandem.serve.called import Words, message_of
+from tandem.serve.chat import chat
 from tests.data.test_call_reader import reader
 from tests.serve.serving import TestClient, ask, events, serving
 from tests.serve.test_refusals import CHAT, TEXT, check_error
@@ -188,3 +191,30 @@ def test_thoughts_words_and_calls_each_have_their_place() -> None:
     assert message["reasoning_content"] == "".join(p.thoughts for p in parts) == f"Hm {call} hm"
     assert message["content"] == "".join(p.words for p in parts) == "Let me see."
     assert [each["function"]["name"] for each in message["tool_calls"]] == ["add"]
+
+
+@pytest.mark.parametrize(
+    ("system", "pieces", "shown"),
+    [
+        ("", "Hm Hm </think> \n\n Hm", "thinking> HmHm\nassistant> Hm\n"),
+        ("", "</think> Hm", "assistant> Hm\n"),
+        ("", "Hm \n\n Hm", "thinking> Hm\n\nHm\nassistant> \n"),
+        ("be brief", "Hm \n\n Hm", "assistant> Hm\n\nHm\n"),
+        ("be brief", "<think> Hm </think> Hm", "thinking> Hm\nassistant> Hm\n"),
+        ("be brief", "", "assistant> \n"),
+    ],
+)
+def test_a_chat_shows_thoughts_and_words_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, pieces: str, shown: str
+) -> None:
+    folder = save_thinking_model(tmp_path, R1)
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer.convert_tokens_to_ids([*pieces.split(" ")] if pieces else [])
+    drawn = [*ids, tokenizer.eos_token_id]
+    monkeypatch.setattr(Turns, "stream", lambda *_, **__: iter(drawn))
+    said: list[str] = []
+    lines = iter(("hello", "/save " + str(tmp_path / "rows.jsonl"), "/quit"))
+    chat(folder, SamplingConfig(), system=system, read=lambda _: next(lines), write=said.append)
+    assert "".join(said).split("quits.\n")[1].startswith(shown)
+    row = json.loads((tmp_path / "rows.jsonl").read_text())
+    assert row["messages"][-1]["content"] == "".join(pieces.split(" ")), "all of it is kept"
