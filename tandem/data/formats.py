@@ -35,7 +35,7 @@ _LARGEST_JSON = 2 * 2**30
 _DEEPEST = 100
 """Levels within a row. Python's own limit depends on its version and on the call stack."""
 _NEST = f"nest at most {_DEEPEST} levels deep"
-_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
+_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 _PARQUET_ROWS = 64
 """Rows unpacked at a time, since dictionary encoding can expand enormously."""
 
@@ -80,9 +80,19 @@ def read_json(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
 
 def read_csv(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
     """Comma-separated cells under a line of column names; the row's number is its first line's."""
+    return _read_cells(path, dataset, on_blank, ",")
+
+
+def read_tsv(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
+    """As `read_csv`, with tabs. A cell with a tab, a line break or a quote at its beginning is in
+    quotes, as Excel, pandas and Python's csv write it."""
+    return _read_cells(path, dataset, on_blank, "\t")
+
+
+def _read_cells(path: Path, dataset: str, on_blank: OnBlank, separator: str) -> Rows:
     csv.field_size_limit(LONGEST_LINE)  # the module's own limit of 131,072 refuses real answers
     bad: list[BadRow] = []
-    reader = csv.reader(_csv_lines(path, dataset, bad), strict=True)
+    reader = csv.reader(_csv_lines(path, dataset, bad), delimiter=separator, strict=True)
     try:
         header = next(reader, [])
     except csv.Error as error:
@@ -95,11 +105,15 @@ def read_csv(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
             f"{bad[0].found}. "
             "Save the file as UTF-8 text."
         )
-    if len(header) == 1 and (mark := next((m for m in _SEPARATORS if m in header[0]), "")):
+    others = [mark for mark in _SEPARATORS if mark != separator]
+    if len(header) == 1 and (mark := next((m for m in others if m in header[0]), "")):
+        advice = {",": "Rename it to .csv", "\t": "Rename it to .tsv"}.get(
+            mark, f"Save the file with {_SEPARATORS[separator]}"
+        )
         raise DataError(
-            f"{visible(str(path))}:1: column names must be separated by commas; got "
-            f"{excerpt(header[0])}, separated by {_SEPARATORS[mark]}. Save the file with commas, "
-            "or its rows as .jsonl."
+            f"{visible(str(path))}:1: column names must be separated by {_SEPARATORS[separator]}; "
+            f"got {excerpt(header[0])}, separated by {_SEPARATORS[mark]}. {advice}, or save its "
+            "rows as .jsonl."
         )
     if header:  # an empty file is refused by the caller
         _check_names(header, f"{visible(str(path))}:1")

@@ -21,7 +21,7 @@ from tandem.data.excerpt import excerpt
 from tandem.errors import ConfigError, DataError
 from tandem.text import visible
 
-ENDINGS = (".json", ".jsonl", ".ndjson", ".csv", ".txt", ".parquet")
+ENDINGS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".parquet")
 """Of the files that can be read, but for .gz."""
 EMBEDDED = "embedded"
 """The name of the built-in data set."""

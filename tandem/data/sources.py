@@ -23,6 +23,7 @@ from tandem.data.formats import (
     read_json,
     read_jsonl,
     read_parquet,
+    read_tsv,
 )
 from tandem.data.parts import (
     EMBEDDED,
@@ -52,15 +53,14 @@ ROLES = (
 _READERS: dict[str, Callable[[Path, str, OnBlank], Rows]] = dict(
     zip(
         ENDINGS,
-        (read_json, read_jsonl, read_jsonl, read_csv, read_text, read_parquet),
+        (read_json, read_jsonl, read_jsonl, read_csv, read_tsv, read_text, read_parquet),
         strict=True,
     )
 )
 _FORMATS = ", ".join(ENDINGS)
 _RENAME = "Rename it according to its content."
 _ADVICE = {
-    ".tsv": "Save it with commas, as .csv.",
-    ".tab": "Save it with commas, as .csv.",
+    ".tab": "Rename it to .tsv.",
     ".xlsx": "Export it as .csv.",
     ".arrow": "Save it as .parquet.",
     **dict.fromkeys([".xz", ".zst", ".bz2", ".zip", ".tar", ".tgz"], "Unpack it."),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import csv as csv_module
 import gzip
 import json
 from pathlib import Path
 
 import pytest
 
-from tandem.data.formats import read_csv, read_json, read_jsonl, read_parquet
+from tandem.data.formats import read_csv, read_json, read_jsonl, read_parquet, read_tsv
 from tandem.data.rows import BadRow, RawRow
 from tandem.errors import DataError
+from tandem.types import Source
 
 DEEP = b"[" * 200_000
 
@@ -231,5 +233,25 @@ def test_parquet_columns_of_one_name_are_refused(tmp_path: Path) -> None:
 )
 def test_another_separator_is_named(tmp_path: Path, mark: str, name: str) -> None:
     content = f"prompt{mark}completion\n1,5{mark}x\n".encode()
-    with pytest.raises(DataError, match=f"must be separated by commas; got .* separated by {name}"):
+    told = f"must be separated by commas; got .* separated by {name}"
+    advice = r"Rename it to \.tsv" if mark == "\t" else "Save the file with commas"
+    with pytest.raises(DataError, match=f"{told}. {advice}, or save its rows as"):
         csv(tmp_path, content)
+
+
+def test_cells_with_tabs_between_them(tmp_path: Path) -> None:
+    file = tmp_path / "a.tsv"
+    rows = [['said "no", then', "a\tb\nc"], ['"quoted"', "x,y"], ["", " "]]
+    with file.open("w", encoding="utf-8", newline="") as out:
+        writer = csv_module.writer(out, csv_module.excel_tab)
+        writer.writerows([["prompt", "completion"], *rows])
+        out.write("one cell\n")
+    *read, bad = read_tsv(file, "a", ignore)
+    assert [list(row.columns.values()) for row in read if isinstance(row, RawRow)] == rows
+    assert [row.source.line for row in read] == [2, 4, 5]
+    assert bad == BadRow(
+        Source("a", str(file), 6), "", "1 cells", "have 2 cells, one per column name"
+    )
+    file.write_text("prompt,completion\n1,2\n")
+    with pytest.raises(DataError, match=r"by tabs; got .* by commas\. Rename it to \.csv, or"):
+        list(read_tsv(file, "a", ignore))

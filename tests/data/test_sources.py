@@ -156,7 +156,7 @@ def test_hub_names_are_asked_for_though_files_here_are_like_them(
 
 @pytest.mark.parametrize(
     ("name", "advice"),
-    [("a.tsv", "Save it with commas"), ("a.jsonl.xz", "Unpack it"), ("a.zst", "Unpack it"),
+    [("a.tab", "Rename it to .tsv"), ("a.jsonl.xz", "Unpack it"), ("a.zst", "Unpack it"),
      ("a.odd", "Rename it")],
 )  # fmt: skip
 def test_what_to_do_with_another_ending(name: str, advice: str, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_what_to_do_with_another_ending(name: str, advice: str, tmp_path: Path) 
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
-    for name in ("a.json", "a.jsonl", "a.csv", "a.txt"):
+    for name in ("a.json", "a.jsonl", "a.csv", "a.tsv", "a.txt"):
         (tmp_path / name).write_bytes(b"\n  \n")
         with pytest.raises(DataError, match="must hold at least one row; got none"):
             list(read_rows(parse_spec(str(tmp_path / name))))
