@@ -83,7 +83,7 @@ def sample(
         world: the ranks that share the prompts. None: one process.
         print_line: shows a line to the user, on the first rank.
     Returns:
-        what was counted, over all runs of the command.
+        what was counted, over all runs of the command; the same on every rank.
     Raises:
         ConfigError, DataError, ModelError: models, data or functions cannot be used.
         CheckpointError: the file cannot be continued or written.
@@ -104,6 +104,8 @@ def sample(
                 say(f"{visible(str(file.path))}: finished before")
             else:
                 _Sampling(settings, rows, world, say, stops).fill(file)
+                # Rows and bytes are counted by the first rank, which writes them.
+                file.progress = world.all_gather_object(file.progress)[0]
             for line in summary(settings, file.progress):
                 say(line)
             return file.progress

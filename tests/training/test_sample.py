@@ -226,6 +226,24 @@ def test_answers_do_not_depend_on_chunks_batches_or_ranks(
     assert (tmp_path / "ranks.jsonl").read_bytes() == whole
 
 
+def test_every_rank_knows_what_was_written(
+    tiny_model: str, prompts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The command's exit code is the ranks': a rank that takes the file for empty fails it."""
+    output = tmp_path / "ranks.jsonl"
+    words = [tiny_model, "--data", str(prompts), "--output", str(output), "--max-new-tokens", "4"]
+    words += ["--samples-per-prompt", "2", "--prompts-per-step", "3"]
+
+    def counted(world: World) -> Progress:
+        return sample(parse_sample_flags(words), world)
+
+    first, other = on_ranks(2, counted)
+    assert first == other
+    assert first.rows == len(output.read_bytes().splitlines()) > 0
+    assert first.bytes == output.stat().st_size
+    assert on_ranks(2, counted) == [first, first], "finished before"
+
+
 class KillError(Exception):
     """Stands for a kill."""
 
