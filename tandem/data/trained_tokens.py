@@ -25,17 +25,18 @@ def token_ids_of(names: Sequence[str], renderer: Renderer) -> tuple[int, ...]:
     """The ids of named tokens, ascending.
 
     Args:
-        names: of the vocabulary; `control` are the template's `control_ids`.
+        names: of the vocabulary; `control` are the template's `control_ids`, even where the
+            vocabulary has that word.
     Raises:
         ConfigError: a name that is not one token of the vocabulary.
     """
     found: set[int] = set()
     vocabulary = renderer.vocabulary
     for name in names:
-        if name in vocabulary:
-            found.add(vocabulary[name])
-        elif name == CONTROL:
+        if name == CONTROL:  # first, as GPT-2's and SmolLM2's vocabularies have that word too
             found.update(renderer.control_ids)
+        elif name in vocabulary:
+            found.add(vocabulary[name])
         else:
             near = get_close_matches(name, [*vocabulary, CONTROL], 1)
             advice = f"Did you mean {excerpt(near[0])}?" if near else f"Use {CONTROL}, or a token."

@@ -151,6 +151,15 @@ def test_names_become_ids() -> None:
         token_ids_of(["<|edn|>"], renderer)
 
 
+def test_control_is_the_templates_tokens_in_a_vocabulary_with_that_word() -> None:
+    """As GPT-2's and SmolLM2's have."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["control"])
+    renderer = Renderer(tokenizer)
+    assert "control" in renderer.vocabulary
+    assert token_ids_of(["control"], renderer) == tuple(CONTROL)
+
+
 def test_a_name_that_is_no_token_is_refused_before_anything_is_trained(
     tmp_path: Path, tiny_model: str, preferences: str
 ) -> None:
