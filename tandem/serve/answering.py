@@ -309,11 +309,7 @@ class Answering:
                 choice.echoed = echoed
 
     async def _asked(self, prompt: Prepared) -> Asked | None:
-        """What the engine is to find out about the answers to a prompt.
-
-        Raises:
-            ApiError: a model that judges cannot be loaded.
-        """
+        """What the engine is to find out about the answers to a prompt."""
         wanted = self.wanted.extras - {"seed"}
         if not wanted:
             return None

@@ -7,7 +7,7 @@ A token's numbers depend on its own sequence alone, so on a CPU they are those o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -55,11 +55,16 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Judges:
-    """The models that judge a policy's answers; None where there are none."""
+    """The models that judge a policy's answers; None where there are none.
+
+    why: of those that are there but cannot be loaded, the reason by the number that is missing:
+    reward, kl, values.
+    """
 
     reference: Loaded | None
     reward_model: LoadedScalar | None
     critic: LoadedScalar | None
+    why: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +217,8 @@ def _like(
     """A judge, if there is one and it can read the answer's tokens; else `why` tells the reason."""
     name, role = names
     if judge is None:
-        why[name] = f"{'this model has' if role == 'reference' else 'there is'} no {role}"
+        none = f"{'this model has' if role == 'reference' else 'there is'} no {role}"
+        why[name] = one.judges.why.get(name, none)
         return None
     if not judge.renderer.renders_like(one.policy.renderer):
         why[name] = f"the {role} has another tokenizer"
@@ -235,7 +241,7 @@ def _scored_row(one: Judging, why: dict[str, str]) -> tuple[LoadedScalar, TokenR
     """What the reward model scores, in its own tokens."""
     scorer, answered = one.judges.reward_model, one.answered
     if scorer is None:
-        why["reward"] = "there is no reward model"
+        why["reward"] = one.judges.why.get("reward", "there is no reward model")
         return None
     if scorer.renderer.renders_like(one.policy.renderer):
         return scorer, answered.row

@@ -219,19 +219,20 @@ class Service:
             return slot.loaded
 
     async def judges(self, policy: Loaded, wanted: frozenset[str]) -> Judges:
-        """The models that judge a policy's answers, as far as they are wanted and there.
-
-        Raises:
-            ApiError: one of them cannot be loaded.
-        """
+        """The models that judge a policy's answers, as far as they are wanted and there. One that
+        cannot be loaded leaves its number out, with the reason; the answer is still given."""
         reference = reward_model = critic = None
+        why: dict[str, str] = {}
         if wanted & {"kl", "token_kl"} and policy.source.reference in self.offer.models:
-            reference = await self.policy(policy.source.reference)
+            with _told("kl", why):
+                reference = await self.policy(policy.source.reference)
         if "reward" in wanted and self.offer.reward_model is not None:
-            reward_model = await self._scalar("reward model", self.offer.reward_model)
+            with _told("reward", why):
+                reward_model = await self._scalar("reward model", self.offer.reward_model)
         if "values" in wanted and self.offer.critic is not None:
-            critic = await self._scalar("critic", self.offer.critic)
-        return Judges(reference, reward_model, critic)
+            with _told("values", why):
+                critic = await self._scalar("critic", self.offer.critic)
+        return Judges(reference, reward_model, critic, why)
 
     async def in_text_thread(self, work: Callable[[], T]) -> T:
         """Run tokenizer work off the event loop; one at a time."""
@@ -289,6 +290,15 @@ class Service:
                 "for it?",
                 status=500,
             ) from error
+
+
+@contextmanager
+def _told(number: str, why: dict[str, str]) -> Iterator[None]:
+    """Within: a model that cannot be loaded is the reason for a number that is missing."""
+    try:
+        yield
+    except ApiError as error:
+        why[number] = str(error)
 
 
 def _changed(loaded: Loaded, source: ModelSource) -> bool:

@@ -25,6 +25,7 @@ from tandem.serve.sources import offer_of
 from tests.serve.serving import ask, serving
 
 CHAT = "/v1/chat/completions"
+ROLES = ("user", "assistant")
 CPU = LoadSettings(Place(torch.device("cpu"), torch.float32))
 
 
@@ -82,6 +83,27 @@ def test_a_damaged_stage_is_not_served(run: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(TandemError):
         load_policy(offer_of(str(run)).models["sft"], CPU)
+
+
+def test_an_answer_comes_without_the_numbers_of_judges_that_cannot_be_loaded(
+    run: Path, tmp_path: Path
+) -> None:
+    base = Path(shutil.copytree(offer_of(str(run)).models["base"].path, tmp_path / "base"))
+    for folder in (base, run / "reward", run / "ppo" / "critic"):
+        (folder / "config.json").write_text("{")
+    wanted = {"reward": True, "kl": True, "token_kl": True, "values": True, "seed": True}
+    with serving(run, base=str(base)) as client:
+        answer = client.post(CHAT, json=ask(model="sft", tandem=wanted))
+        score = client.post(
+            "/v1/score",
+            json={"model": "sft", "messages": [{"role": r, "content": "Hi"} for r in ROLES]},
+        )
+    assert (answer.status_code, score.status_code) == (200, 200), answer.text + score.text
+    for found in (answer.json()["choices"][0]["tandem"], score.json()["tandem"]):
+        assert [found[name] for name in ("reward", "kl", "token_kl", "values")] == [None] * 4
+        assert found["why"].keys() == {"reward", "kl", "values"}
+        for name, judge in (("reward", "reward"), ("kl", "base"), ("values", "critic")):
+            assert found["why"][name].startswith(f"model {judge} cannot be loaded: ")
 
 
 def test_an_adapter_alone_is_served_and_its_base_may_have_moved(run: Path) -> None:
