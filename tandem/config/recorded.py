@@ -51,7 +51,7 @@ def with_found(config: RunConfig, run: Path) -> RunConfig:
 def found_model(name: str, run: Path, knob: str) -> str:
     """A model that a run's knob names: by that name, or where it was when the run was made, or, if
     it moved with the run, beside or in it. Its whole path if it was a folder and is nowhere."""
-    if not name or _is_folder(name):
+    if not name or is_folder(name):
         return name
     was, last = _recorded(run).get(knob, ""), Path(name).name
     for place in (was, run / last, run.parent / last):
@@ -63,7 +63,7 @@ def found_model(name: str, run: Path, knob: str) -> str:
 def is_gone(model: str) -> bool:
     """Whether a model's name can only be a folder's, and there is no such folder."""
     is_path = model.startswith((".", "~")) or Path(model).is_absolute() or model.count("/") > 1
-    return is_path and not _is_folder(model)
+    return is_path and not is_folder(model)
 
 
 def base_gone(run: str | Path, model: str) -> str:
@@ -72,10 +72,11 @@ def base_gone(run: str | Path, model: str) -> str:
 
 
 def _named(config: RunConfig, knob: str, model: Path) -> bool:
-    return bool(knob_value(config, knob)) and _is_folder(str(model))
+    return bool(knob_value(config, knob)) and is_folder(str(model))
 
 
-def _is_folder(name: str) -> bool:
+def is_folder(name: str) -> bool:
+    """Whether a model's name is that of a folder that is there."""
     try:
         return Path(name).expanduser().is_dir()
     except (OSError, RuntimeError, ValueError):  # ~nobody, a name of a megabyte

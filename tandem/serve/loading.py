@@ -26,7 +26,7 @@ from tandem.models.load import check_vocabulary, load_causal_lm, load_tokenizer,
 from tandem.models.lora import add_lora
 from tandem.models.quantized import Layout
 from tandem.models.scalar import load_scalar_model
-from tandem.models.source import Located, load_config, positions_in, whole_model
+from tandem.models.source import Located, load_config, locate, positions_in, whole_model
 from tandem.serve.place import Place, put, read_from
 from tandem.serve.sources import BASE, ModelSource
 from tandem.serve.token_bytes import TokenBytes
@@ -169,6 +169,14 @@ def check_there(source: ModelSource, settings: LoadSettings) -> None:
         ModelError: there is no such model, or it is not a decoder.
     """
     open_decoder(source.base or source.path, trust_remote_code=settings.trust_remote_code)
+
+
+def is_in_hub(name: str) -> bool:
+    """Whether the hub, which is asked, or its cache has a model of that name."""
+    try:
+        return locate(name).folder is None
+    except ModelError:
+        return False
 
 
 def weight_bytes(

@@ -15,6 +15,7 @@ from types import FrameType
 
 import uvicorn
 
+from tandem.config.recorded import is_gone
 from tandem.errors import ConfigError
 from tandem.generation.blocks import free_bytes
 from tandem.serve.api_errors import ApiError
@@ -79,10 +80,13 @@ def describe(service: Service) -> list[str]:
 
 
 def _gone(service: Service) -> list[str]:
-    """A line if the run's base is not there."""
-    where = service.offer.gone
-    line = f"warning: the run's base model is not at {where}: it is not offered, and there is no "
-    return [f"{line}kl to it (--base MODEL says where it is)"] if where else []
+    """A line if the run's base is nowhere."""
+    gone = service.offer.gone
+    if not gone:
+        return []
+    where = f"not at {gone}" if is_gone(gone) else f"{gone}, no folder here and not in the hub"
+    line = f"warning: the run's base model is {where}: it is not offered, and there is no "
+    return [f"{line}kl to it (--base MODEL says where it is)"]
 
 
 def _unfinished(service: Service) -> list[str]:

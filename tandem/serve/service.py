@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+from tandem.config.recorded import is_folder
 from tandem.config.stages import STAGES
 from tandem.errors import TandemError
 from tandem.generation.streaming import CHUNK_TOKENS
@@ -24,6 +26,7 @@ from tandem.serve.loading import (
     Loaded,
     LoadedScalar,
     LoadSettings,
+    is_in_hub,
     load_policy,
     load_scorer,
     positions_of,
@@ -111,7 +114,8 @@ class Service:
             ModelError: the path offers no model.
         """
         self.settings = settings
-        self.offer: Offer = offer_of(settings.path, base=settings.base)
+        self._is_in_hub = cache(is_in_hub)  # asked at the start, not at each look at the run
+        self.offer: Offer = self._offered()
         config = self.offer.config
         place = load.place if config is None else load.place.for_run(config.dtype)
         self.load_settings = replace(load, place=place)
@@ -188,9 +192,16 @@ class Service:
     def look_again(self) -> None:
         """Read the run's folder again: stages may have begun or finished."""
         try:
-            self.offer = offer_of(self.settings.path, base=self.settings.base)
+            self.offer = self._offered()
         except TandemError:  # in the middle of a change; what was known still serves
             return
+
+    def _offered(self) -> Offer:
+        return offer_of(
+            self.settings.path,
+            base=self.settings.base,
+            is_nowhere=lambda model: not (is_folder(model) or self._is_in_hub(model)),
+        )
 
     async def policy(self, name: str) -> Loaded:
         """A policy, loaded; the newest version where the server follows a run.

@@ -6,6 +6,7 @@ Nothing is loaded here.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,8 @@ class Offer:
     models: the policies by name, in the order of training. preferred: the one that answers where
     a request names none. reward_model, critic: what scores answers, None without.
     run: the run's folder; None for a model's folder or a hub name. config: the run's.
-    gone: where the run's base was, if it is there no more and so not offered.
+    gone: what the run's base is called if it is nowhere and so not offered: the folder where it
+    was, or a name that neither the hub nor its cache has.
     """
 
     models: dict[str, ModelSource]
@@ -73,17 +75,18 @@ class Offer:
     gone: str = ""
 
 
-def offer_of(path: str, *, base: str = "") -> Offer:
+def offer_of(path: str, *, base: str = "", is_nowhere: Callable[[str], bool] = is_gone) -> Offer:
     """What can be served of a run's folder, a model's folder or a hub name.
 
     Args:
         base: where the run's base model is now, if it was moved.
+        is_nowhere: whether there is no base of that name; by default no hub is asked.
     Raises:
-        ModelError: nothing can.
+        ModelError: nothing can, or `base` is nowhere.
     """
     folder = Path(path).expanduser()
     if (folder / "config.yaml").is_file():
-        return _offer_of_run(folder, base)
+        return _offer_of_run(folder, base, is_nowhere)
     if not folder.is_dir():
         _refuse_misspelled(path, folder)
         name = path.rstrip("/").rpartition("/")[2] or path
@@ -122,15 +125,15 @@ def _refuse_misspelled(path: str, folder: Path) -> None:
         )
 
 
-def _offer_of_run(run: Path, base: str) -> Offer:
+def _offer_of_run(run: Path, base: str, is_nowhere: Callable[[str], bool]) -> Offer:
     config = with_kept_template(load_config(run / "config.yaml"), run)
     models: dict[str, ModelSource] = {}
     start = base or found_model(config.actor_model, run, "actor_model")
-    gone = start if is_gone(start) else ""
+    gone = start if start and is_nowhere(start) else ""
     if base and gone:
         raise ModelError(
             f"--base must be a model's folder or a hub name; got {visible(base)}, and there is no "
-            "such folder. Give its folder."
+            f"such folder{_nor_in_hub(base)}. Give its folder."
         )
     if start and not gone:
         models[BASE] = ModelSource(BASE, start)
@@ -144,7 +147,8 @@ def _offer_of_run(run: Path, base: str) -> Offer:
     if not models:
         if gone:
             raise ModelError(
-                f"{visible(base_gone(run, gone))}, and no stage is finished. Give --base MODEL."
+                f"{visible(base_gone(run, gone))}{_nor_in_hub(gone)}, and no stage is finished. "
+                "Give --base MODEL."
             )
         raise ModelError(
             f"{visible(str(run))} must have a base model or a finished stage; got none. Run the "
@@ -159,6 +163,11 @@ def _offer_of_run(run: Path, base: str) -> Offer:
         config,
         gone,
     )
+
+
+def _nor_in_hub(model: str) -> str:
+    """What to add of a model that is no folder, where its name may be the hub's."""
+    return "" if is_gone(model) else ", nor does the hub or its cache have it"
 
 
 def _preferred(names: list[str]) -> str:

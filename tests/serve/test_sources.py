@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelInfo
 
 from tandem.checkpoint.saver import Saver
 from tandem.checkpoint.state import State
 from tandem.config.load import dump_config, load_config
 from tandem.config.recorded import places
 from tandem.errors import ModelError, TandemError
+from tandem.models import source
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.models.save import save_adapter
 from tandem.serve.loading import LoadSettings, load_policy
@@ -199,3 +201,56 @@ def test_a_base_is_found_where_it_was_and_not_offered_where_it_is_gone(
         shutil.rmtree(run / stage)
     with pytest.raises(ModelError, match="and no stage is finished"):
         offer_of(str(run))
+
+
+def test_a_base_of_the_hub_is_offered_if_the_hub_or_its_cache_has_it(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    class Hub:
+        """Has one model."""
+
+        def model_info(self, name: str, timeout: float) -> ModelInfo:
+            asked.append(name)
+            if name != "org/there":
+                raise ConnectionError("no such model")
+            return ModelInfo(id=name, sha="c0ffee")
+
+    def named(name: str) -> None:
+        config = replace(load_config(run / "config.yaml"), actor_model=name)
+        (run / "config.yaml").write_text(dump_config(config))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(source, "HfApi", Hub)
+    monkeypatch.setattr(
+        source,
+        "try_to_load_from_cache",
+        lambda name, _: "h/config.json" if "kept" in name else None,
+    )
+    for name in ("org/there", "kept"):
+        named(name)
+        with serving(run) as client:
+            assert client.service.offer.models["base"].path == name  # type: ignore[attr-defined]
+    named("nowhere")
+    asked.clear()
+    with serving(run, follow=True) as client:
+        (line,) = [line for line in describe(client.service) if "base model" in line]  # type: ignore[attr-defined]
+        assert line == (
+            "warning: the run's base model is nowhere, no folder here and not in the hub: it is "
+            "not offered, and there is no kl to it (--base MODEL says where it is)"
+        )
+        found = client.post(CHAT, json=ask(model="sft", tandem={"kl": True}))
+        assert found.json()["choices"][0]["tandem"]["why"] == {"kl": "this model has no reference"}
+        assert client.post(CHAT, json=ask(model="base")).status_code == 404
+    assert asked == ["nowhere"], "not again by each request"
+    told = "got nowhere, and there is no such folder, nor does the hub or its cache have it"
+    with pytest.raises(ModelError, match=told), serving(run, base="nowhere"):
+        pass
+    for stage in ("sft", "ppo"):
+        shutil.rmtree(run / stage)
+    told = (
+        "'nowhere', which is not, nor does the hub or its cache have it, and no stage is finished"
+    )
+    with pytest.raises(ModelError, match=told), serving(run):
+        pass
