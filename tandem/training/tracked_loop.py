@@ -22,6 +22,7 @@ from tandem.errors import ConfigError
 from tandem.metrics.log import MetricLog, MutedLog
 from tandem.metrics.notebook import in_notebook
 from tandem.metrics.timing import Phases
+from tandem.training.answer_records import AnswerKeeper
 from tandem.training.callbacks import Callback, CallbackStop
 from tandem.training.given import digest_of_module
 from tandem.training.ppo import first_answers, restore_trainer, save_engine, state_of
@@ -36,9 +37,10 @@ class TrackedLoop:
     """Iterate over it for the numbers of the steps that are left, and call `log` once per step.
 
     It writes into `config.output_dir` what `tandem train` writes: metrics.jsonl and the other logs,
-    a checkpoint every `save_every` steps and when a signal comes, in the end the models in a folder
-    of the stage's name, and report.html. Begun again with the same models and knobs, it continues
-    after the newest checkpoint. It ends early where a callback stops it (`stopped`).
+    records of the answers (docs/page.md), a checkpoint every `save_every` steps and when a signal
+    comes, in the end the models in a folder of the stage's name, and report.html; but nothing of
+    held-out prompts, which it does not evaluate. Begun again with the same models and knobs, it
+    continues after the newest checkpoint. It ends early where a callback stops it (`stopped`).
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class TrackedLoop:
         """The step that is running, or was the last."""
         self._loop: StepLoop | None = None
         self._is_logged = True
+        self._kept = AnswerKeeper(trainer.engine.tokenizer, trainer.config.log.record_answers)
         self._note_models()
 
     @property
@@ -118,8 +121,9 @@ class TrackedLoop:
 
         Args:
             metrics: by declared names (docs/metrics.md).
-            experience: what the step learned from; its metrics are logged too, for callbacks and
-                the samples.
+            experience: what the step learned from; its metrics are logged too, and callbacks hear
+                of it. If it is a whole one, no selection of its rows, its answers are recorded and
+                samples of them shown.
         Raises:
             ConfigError: an undeclared name, or no step is running.
         """
@@ -132,10 +136,16 @@ class TrackedLoop:
         if experience is not None:
             values = {**experience.metrics, **values}
             self._loop.made(experience)
-            every = self.trainer.config.log.print_samples_every
-            if every and self.step % every == 0:
-                self._loop.sample(*first_answers(experience))
+            if experience.batch is experience.rollout.batch:  # their rows are the same
+                self._record(self._loop, experience)
         self._values, self._is_logged = values, True
+
+    def _record(self, loop: StepLoop, experience: Experience) -> None:
+        """Show and keep answers, as the stage's own loop does."""
+        every = self.trainer.config.log.print_samples_every
+        if every and self.step % every == 0:
+            loop.sample(*first_answers(experience))
+        self._kept.record(loop, experience)
 
     def _steps(self, start: int) -> Iterator[int]:
         assert self._loop is not None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tandem import Callback, PPOTrainer, RunState, TrackedLoop, build_config, make_engine
 from tandem.errors import CheckpointError, ConfigError
+from tandem.metrics.answers import ANSWER_FILES
 from tandem.metrics.log import read_metrics
 
-from .runs import records
+from .runs import answer_lines, records
 
 
 def brevity(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
@@ -61,11 +64,33 @@ def test_a_stopped_loop_continues_as_if_nothing_had_happened(
     again = run(tiny_model, tmp_path / "run")
     assert not again.stopped
     assert records(tmp_path / "run") == records(tmp_path / "whole")
+    for name in ANSWER_FILES:
+        lines = answer_lines(tmp_path / "run" / name)
+        assert lines == answer_lines(tmp_path / "whole" / name), name
     for name in ("actor", "critic"):
         file = f"ppo/{name}/model.safetensors"
         assert (again.run.path / file).read_bytes() == (whole.run.path / file).read_bytes()
     assert (whole.run.path / "report.html").is_file()
     assert list(whole) == []  # it is finished
+
+
+def test_the_answers_of_logged_experiences_are_recorded(tmp_path: Path, tiny_model: str) -> None:
+    trainer = made(tiny_model, tmp_path / "run")
+    prompts = [trainer.engine.renderer.prompt("What is rain?")] * 4
+    scores: dict[int, list[float]] = {}
+    loop = TrackedLoop(trainer, 3, print_line=quiet)
+    for step in loop:
+        experience = trainer.generate_experience(prompts, step=step)
+        scores[step] = experience.scores.tolist()
+        part = experience.select(torch.tensor([1, 0, 3, 2]))
+        loop.log({}, {1: experience, 2: None, 3: part}[step])
+    (answers,) = map(json.loads, answer_lines(tmp_path / "run" / "answers.jsonl"))
+    assert (answers["stage"], answers["step"]) == ("ppo", 1), "2 was not given, 3 not whole"
+    assert answers["reward"] == pytest.approx(scores[1], abs=1e-5)
+    tokens = [json.loads(line) for line in answer_lines(tmp_path / "run" / "rollouts.jsonl")]
+    assert [line["row"] for line in tokens] == [0, 1, 2, 3]
+    assert [line["reward"] for line in tokens] == answers["reward"]
+    assert all(len(line["tokens"]) == len(line["advantages"]) for line in tokens)
 
 
 def test_a_step_that_is_not_logged_is_refused(tmp_path: Path, tiny_model: str) -> None:
