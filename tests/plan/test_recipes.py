@@ -15,6 +15,8 @@ from transformers import LlamaConfig, OPTConfig, PreTrainedConfig, Qwen3Config
 from tandem.cli import main
 from tandem.config.flags import parse_run_flags
 from tandem.config.load import check_config, load_config
+from tandem.ops import native
+from tandem.plan import run
 from tandem.plan.run import plan_memory
 from tandem.predict.hardware import as_values, find_hardware
 from tandem.predict.machine import MACHINE_FILE
@@ -22,6 +24,7 @@ from tandem.predict.models import config_of, shape_for
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 HARDWARE = re.compile(r"^# hardware: (\d+) (GPU|CPU)s? x (\d+) GB$", re.MULTILINE)
+SWEEP = (Path(__file__).parents[2] / "docs" / "sweep.md").read_text(encoding="utf-8")
 SPARE = 0.1
 """Of the memory, for what the formula does not count: libraries, fragmentation."""
 
@@ -80,22 +83,31 @@ def test_every_recipe_is_checked_here() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_fits_the_hardware_that_it_names(recipe: Path) -> None:
+def test_a_recipe_fits_the_hardware_that_it_names(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the largest phases that docs/sweep.md tells."""
     config = load_config(recipe)
     check_config(config)
     told = HARDWARE.search(recipe.read_text(encoding="utf-8"))
     assert told, f"{recipe} must say: # hardware: N GPUs x N GB"
     ranks, kind, gigabytes = int(told[1]), told[2], int(told[3])
+    # That machine's, not this one's: a CPU's plan depends on both.
+    monkeypatch.setattr(native, "available", lambda: True)
+    monkeypatch.setattr(run, "free_bytes", lambda device: gigabytes * 1e9)
     device = torch.device("cuda" if kind == "GPU" else "cpu")
     assert config.device == ("cuda" if kind == "GPU" else "auto")
     policy, other, size = MODELS[recipe.stem]
     assert _parameters(policy) == pytest.approx(size, rel=0.01)
+    largest: dict[str, str] = {}
     for stage in config.stages:
         model = other if stage == "reward" and other else policy
         plan = plan_memory(config, stage, model, ranks=ranks, critic=other, device=device)
         peaks = {phase: plan.peak(phase) / 1e9 for phase in ("load", *plan.phases)}
         assert max(peaks.values()) < (1 - SPARE) * gigabytes, (stage, peaks)
         assert max(peaks.values()) > 0.2 * gigabytes or kind == "CPU" or stage != config.stages[-1]
+        largest[stage] = f"{max(peaks.values()):.2g}"
+    assert _told(recipe.stem) == (f"{ranks} {kind}{'s' * (ranks > 1)}", gigabytes, largest)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -133,6 +145,18 @@ def test_published_sizes_are_the_models_themselves() -> None:
         assert shape_for(config_of(config.actor_model)).parameters == _parameters(policy)
         if other is not None:
             assert shape_for(config_of(config.reward_model)).parameters == _parameters(other)
+
+
+def _told(recipe: str) -> tuple[str, int, dict[str, str]]:
+    """The machine, its gigabytes and each stage's largest phase, as docs/sweep.md has them."""
+    rows = re.findall(rf"^\| {re.escape(recipe)} \|(.*)\|$", SWEEP, re.MULTILINE)
+    assert len(rows) == 1, f"docs/sweep.md must have one row of {recipe} in Memory by formula"
+    hardware, sft, reward, rl = (cell.strip() for cell in rows[0].split("|"))
+    found = re.fullmatch(r"(\d+ (?:GPUs?|CPUs?))(?: of|,) (\d+) GB", hardware)
+    assert found, hardware
+    last = load_config(RECIPES[0].parent / f"{recipe}.yaml").stages[-1]
+    stages = {"sft": sft, "reward": reward, last: rl}
+    return found[1], int(found[2]), {stage: cell for stage, cell in stages.items() if cell}
 
 
 def _parameters(config: PreTrainedConfig) -> int:
