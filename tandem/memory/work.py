@@ -147,7 +147,9 @@ def logits_bytes(shape: Shape, tokens: int, layout: Layout, *, backward: bool) -
     """Vocabulary logits in use at once, and in the backward their gradient; 0 for a scalar head.
 
     The CPU's operations write the gradient over the logits. If these come in several chunks, every
-    chunk makes a gradient of the head that is then added to the others'.
+    chunk makes a gradient of the head that is then added to the others'. Trained rows' logits are
+    put into a copy, and their gradient is taken out of one (`models/token_rows`); the reference,
+    which is what scores under LoRA, runs without them.
     """
     if shape.is_scalar:
         return 0.0
@@ -157,7 +159,8 @@ def logits_bytes(shape: Shape, tokens: int, layout: Layout, *, backward: bool) -
         return size
     if not layout.on_cpu:
         return 2.0 * size
-    return size + (tokens > most) * layout.compute_bytes * shape.vocabulary * shape.width
+    copies = 2 if layout.token_rows else 1
+    return copies * size + (tokens > most) * layout.compute_bytes * shape.vocabulary * shape.width
 
 
 def logits_rows(shape: Shape, layout: Layout, size: int) -> int:
