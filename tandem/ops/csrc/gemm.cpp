@@ -34,8 +34,8 @@ constexpr int kMostRows[] = {0, 12, 12, 8, 6};
 constexpr int kMostRows[] = {0, 6, 0, 0, 0};
 #endif
 
-// Rows of a product that a panel passes at a time.
-constexpr int64_t kGroup = 48;
+// Rows of a product that a panel passes at a time, and of a tile as wide as a panel.
+constexpr int64_t kGroup = 48, kTileRows = kMostRows[kPanel / kLanes];
 
 // Memory that will soon be read, shared among `tiles` tiles: each fetches, per k, `lines` cache
 // lines that follow one another, `step` words after those of the last k.
@@ -435,25 +435,23 @@ void multiply_cut(const T* x, int64_t x_stride, int64_t M, const P* packed, int6
   const int64_t words = words_of<T>(K), panels = (N + kPanel - 1) / kPanel;
   const bool small = panels_size<T>(N, K) <= kSmall;
   const bool fetches = !small && M >= kFetching;
-  const auto one = [&](int64_t m, int64_t count, int64_t p) {
-    const int64_t n = p * kPanel;
+  const auto one = [&](int64_t p, int64_t m, int64_t end, bool goes_on) {
+    const int64_t n = p * kPanel, count = end - m;
     Ahead ahead;
-    if (fetches && n + kPanel < N)
+    if (fetches && goes_on)
       ahead = packed_ahead(packed + (n + kPanel) * words, words, count, cut);
     if (sizeof(P) == 2 && !small && M < kFetching) ahead = coming(packed + n * words);
-    multiply_panel(rows, m, m + count, in_panels(packed + n * words), std::min(kPanel, N - n), words,
-                   y + n, y_stride, epilogue.at(0, n), cut, ahead);
+    multiply_panel(rows, m, end, in_panels(packed + n * words), std::min(kPanel, N - n), words, y + n,
+                   y_stride, epilogue.at(0, n), cut, ahead);
   };
-  const int64_t chunk = small                         ? rows_together(M, words, panels)
-                        : panels < 2 * num_threads() ? kGroup
-                                                     : M;
-  const int64_t chunks = (M + chunk - 1) / chunk;
-  const int64_t grain = kGrain / std::max<int64_t>(1, words * kPanel * std::min(M, chunk)) + 1;
-  parallel_for(0, panels * chunks, grain, [&](int64_t from, int64_t to) {
-    for (int64_t i = from; i < to; ++i) {
-      const int64_t m = (small ? i / panels : i % chunks) * chunk;
-      one(m, std::min(chunk, M - m), small ? i % panels : i / chunks);
-    }
+  const int64_t together = small ? rows_together(M, words, panels) : M;
+  const Runs runs =
+      even_runs(M, kTileRows, panels, M / std::max<int64_t>(1, together), kTileRows);
+  const int64_t grain = kGrain / std::max<int64_t>(1, words * kPanel * std::min(M, runs.longest())) + 1;
+  if (!small) return share_panels(panels, runs, grain, one);
+  parallel_for(0, panels * runs.count, grain, [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; ++i)
+      one(i % panels, runs.start(i / panels), runs.start(i / panels + 1), false);
   });
 }
 
@@ -478,6 +476,7 @@ template <class T>
 void multiply_deep(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, int64_t N,
                    int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue, const Cut& cut) {
   const int64_t words = words_of<T>(K), panels = (N + kPanel - 1) / kPanel;
+  const Runs runs = even_runs(M, kTileRows, panels, 1, kGroup);
   float* sums = scratch(Use::sums, panels * M * kPanel);
   for (int64_t k = 0; k < words; k += kDeep) {
     const int64_t part = std::min(kDeep, words - k), column = k * kPerWord<T>;
@@ -485,16 +484,14 @@ void multiply_deep(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& wei
     const Matrix<T> matrix{weight.data + column * weight.column_stride, weight.row_stride,
                            weight.column_stride};
     const Words some = words_of_rows(x + column, x_stride, M, length);
-    parallel_for(0, panels, 1, [&](int64_t from, int64_t to) {
+    share_panels(panels, runs, 1, [&](int64_t p, int64_t m, int64_t end, bool) {
       float* panel = scratch(Use::panel, kPanel * kDeep);
-      for (int64_t p = from; p < to; ++p) {
-        const int64_t n = p * kPanel, width = std::min(kPanel, N - n);
-        float* all = sums + n * M;
-        pack_panel(matrix, n, width, length, panel);
-        multiply_panel(some, 0, M, reinterpret_cast<const word*>(panel), width, part, y + n,
-                       y_stride, epilogue.at(0, n), cut, {},
-                       {k ? all : nullptr, k + part < words ? all : nullptr});
-      }
+      const int64_t n = p * kPanel, width = std::min(kPanel, N - n);
+      float* all = sums + n * M + m * kPanel;
+      pack_panel(matrix, n, width, length, panel);
+      multiply_panel(some, m, end, reinterpret_cast<const word*>(panel), width, part, y + n,
+                     y_stride, epilogue.at(0, n), cut, {},
+                     {k ? all : nullptr, k + part < words ? all : nullptr});
     });
   }
 }
@@ -516,15 +513,15 @@ void multiply_packing(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& 
     return;
   }
   const Words rows = words_of_rows(x, x_stride, M, K);
-  parallel_for(0, panels, 1, [&](int64_t from, int64_t to) {
+  // Threads that share a panel pack it twice: not for a few rows.
+  const Runs runs = even_runs(M, kTileRows, panels, 1, kGroup);
+  share_panels(panels, runs, 1, [&](int64_t p, int64_t m, int64_t end, bool goes_on) {
     float* panel = scratch(Use::panel, kPanel * words);
-    for (int64_t p = from; p < to; ++p) {
-      const int64_t n = p * kPanel, width = std::min(kPanel, N - n);
-      pack_panel(weight, n, width, K, panel);
-      multiply_panel(rows, 0, M, reinterpret_cast<const word*>(panel), width, words, y + n,
-                     y_stride, epilogue.at(0, n), cut,
-                     p + 1 < to ? source_ahead(weight, n + kPanel, 0, words) : Ahead{});
-    }
+    const int64_t n = p * kPanel, width = std::min(kPanel, N - n);
+    pack_panel(weight, n, width, K, panel);
+    multiply_panel(rows, m, end, reinterpret_cast<const word*>(panel), width, words, y + n, y_stride,
+                   epilogue.at(0, n), cut,
+                   goes_on ? source_ahead(weight, n + kPanel, 0, words) : Ahead{});
   });
 }
 
@@ -540,19 +537,19 @@ void multiply_made(const T* x, int64_t x_stride, int64_t M, int64_t N, int64_t K
     const int64_t some = std::min(kMany, M - m);
     const Trial trial(Product::packed, std::is_same_v<T, bf16>, some, N, K, kCuts, kNumCuts);
     const Words rows = words_of_rows(x + m * x_stride, x_stride, some, K);
-    parallel_for(0, panels, kGrain / (words * kPanel * some) + 1, [&](int64_t from, int64_t to) {
+    const Runs runs = even_runs(some, kTileRows, panels, 1, kGroup);
+    const int64_t grain = kGrain / (words * kPanel * std::min(some, runs.longest())) + 1;
+    share_panels(panels, runs, grain, [&](int64_t p, int64_t first, int64_t end, bool) {
       float* const panel = scratch(Use::panel, kPanel * std::min(kDeep, words));
-      float* const sums = words > kDeep ? scratch(Use::sums, some * kPanel) : nullptr;
-      for (int64_t n = from * kPanel; n < std::min(N, to * kPanel); n += kPanel) {
-        const int64_t width = std::min(kPanel, N - n);
-        for (int64_t k = 0; k < words; k += kDeep) {
-          const int64_t part = std::min(kDeep, words - k), column = k * kPerWord<T>;
-          make(n, width, column, std::min(kDeep * kPerWord<T>, K - column), panel);
-          multiply_panel(Words{rows.data + k, rows.stride}, 0, some,
-                         reinterpret_cast<const word*>(panel), width, part, y + m * y_stride + n,
-                         y_stride, epilogue.at(m, n), trial.cut(), {},
-                         {k ? sums : nullptr, k + part < words ? sums : nullptr});
-        }
+      float* const sums = words > kDeep ? scratch(Use::sums, (end - first) * kPanel) : nullptr;
+      const int64_t n = p * kPanel, width = std::min(kPanel, N - n);
+      for (int64_t k = 0; k < words; k += kDeep) {
+        const int64_t part = std::min(kDeep, words - k), column = k * kPerWord<T>;
+        make(n, width, column, std::min(kDeep * kPerWord<T>, K - column), panel);
+        multiply_panel(Words{rows.data + k, rows.stride}, first, end,
+                       reinterpret_cast<const word*>(panel), width, part, y + m * y_stride + n,
+                       y_stride, epilogue.at(m, n), trial.cut(), {},
+                       {k ? sums : nullptr, k + part < words ? sums : nullptr});
       }
     });
   }
@@ -682,7 +679,7 @@ void multiply_turned_piece(const T* a, int64_t a_stride, const T* b, int64_t b_s
   // Columns of a that become rows together: whole tiles of them, or where they are long as many as
   // leave room in the first cache; and those that are packed at a time.
   const int64_t together = kPanel > kLanes || longest > 128 * kPerWord<T> ? kPanel : kGroup;
-  const int64_t slab_width = together * (together == kPanel ? 4 : 2);
+  const int64_t slab_width = together * (together == kPanel ? 4 : 2) * num_threads();
   float* columns = scratch(Use::weights, panels_size<T>(K, longest));
   float* slab = scratch(Use::rows, panels_size<T>(std::min(N, slab_width), longest));
   // Pairs of bfloat16 have to be put together; vectors past the end of the last row may not be read.
@@ -698,28 +695,29 @@ void multiply_turned_piece(const T* a, int64_t a_stride, const T* b, int64_t b_s
       const int64_t width = std::min(slab_width, N - first), left = (width + together - 1) / together;
       if (!lies)
         pack_panels(Matrix<T>{a + m * a_stride + first, 1, a_stride}, width, run, together, slab);
-      const int64_t grain = kGrain / (words * together * kPanel) + 1;
-      parallel_for(0, left * right, grain, [&](int64_t from, int64_t to) {
-        for (int64_t i = from; i < to; ++i) {
-          const int64_t n = i / right * together, k = i % right * kPanel;
-          const int64_t rows = std::min(together, width - n), wide = std::min(kPanel, K - k);
-          const auto at = [](const auto* p) { return reinterpret_cast<const word*>(p); };
-          const Words turned = lies ? Words{at(a + m * a_stride + first + n), 1, a_stride}
-                                    : Words{at(slab + n * words), 1, round_up(rows, kLanes)};
-          const word* const panel = lies ? at(b + m * b_stride + k) : at(columns + k * words);
-          float* const to_y = y + (first + n) * K + k;
-          if constexpr (kPerWord<T> == 1) {  // words are floats
-            multiply_panel<float>(turned, 0, rows, panel, wide, words, to_y, K,
-                                  {nullptr, adds ? to_y : nullptr, K}, trial.cut(), {}, {},
-                                  lies ? b_stride : 0);
-          } else {  // sums that are not rounded to T
-            float* const sums = scratch(Use::sums, together * kPanel);
-            for (int64_t r = 0; r < rows; ++r)  // fetched while the sums are made
-              for (int64_t c = 0; c < wide; c += kLanes) __builtin_prefetch(to_y + r * K + c, 0, 2);
-            multiply_panel<T>(turned, 0, rows, panel, wide, words, reinterpret_cast<T*>(sums), kPanel,
-                              {}, trial.cut(), {}, {nullptr, sums});  // y is not written
-            put_sums(sums, rows, wide, adds, to_y, K);
-          }
+      const Runs runs = even_runs(together, kTileRows, left * right, 1, 2 * kTileRows);
+      const int64_t grain = kGrain / (words * runs.longest() * kPanel) + 1;
+      share_panels(left * right, runs, grain, [&](int64_t i, int64_t begin, int64_t end, bool) {
+        const int64_t n = i / right * together, k = i % right * kPanel;
+        const int64_t rows = std::min(together, width - n), wide = std::min(kPanel, K - k);
+        const auto at = [](const auto* p) { return reinterpret_cast<const word*>(p); };
+        const Words turned = lies ? Words{at(a + m * a_stride + first + n), 1, a_stride}
+                                  : Words{at(slab + n * words), 1, round_up(rows, kLanes)};
+        const word* const panel = lies ? at(b + m * b_stride + k) : at(columns + k * words);
+        float* const to_y = y + (first + n) * K + k;
+        const int64_t last = std::min(end, rows), some = last - begin;
+        if (some <= 0) return;
+        if constexpr (kPerWord<T> == 1) {  // words are floats
+          multiply_panel<float>(turned, begin, last, panel, wide, words, to_y, K,
+                                {nullptr, adds ? to_y : nullptr, K}, trial.cut(), {}, {},
+                                lies ? b_stride : 0);
+        } else {  // sums that are not rounded to T
+          float *const sums = scratch(Use::sums, together * kPanel), *const to = to_y + begin * K;
+          for (int64_t r = 0; r < some; ++r)  // fetched while the sums are made
+            for (int64_t c = 0; c < wide; c += kLanes) __builtin_prefetch(to + r * K + c, 0, 2);
+          multiply_panel<T>(turned, begin, last, panel, wide, words, reinterpret_cast<T*>(sums),
+                            kPanel, {}, trial.cut(), {}, {nullptr, sums});  // y is not written
+          put_sums(sums, some, wide, adds, to, K);
         }
       });
     }
@@ -735,28 +733,35 @@ constexpr int64_t kSix = kMostRows[1];
 // them in turn lies in different sets of the first cache; two more than they hold may be written.
 constexpr int64_t apart(int64_t floats) { return (round_up(floats + 2, kLanes) / kLanes | 1) * kLanes; }
 
-// Columns of `words` rows of which `readable` may be read, six to a panel (words, 6): what lies in a
-// row is read together.
+// Columns of `words` rows of which `readable` may be read, six to a panel (words, 6) of `whole`: what
+// lies in a row is read together.
 template <class T>
-void pack_sixes(const T* a, int64_t stride, int64_t width, int64_t readable, int64_t words, float* out) {
+void pack_sixes(const T* a, int64_t stride, int64_t width, int64_t readable, int64_t words,
+                int64_t whole, float* out) {
   constexpr int kEight = 8;
   for (int64_t k = 0; k < words; ++k, a += stride, out += kSix) {
     float* to = out;
-    for (int64_t n = 0; n < width; n += kSix, to += apart(kSix * words)) {
+    for (int64_t n = 0; n < width; n += kSix, to += apart(kSix * whole)) {
       const int64_t left = readable - n;
-      store(to, lower(left >= kEight ? load(a + n, kEight) : load(a + n, static_cast<int>(left))));
+      const auto row = lower(left >= kEight ? load(a + n, kEight) : load(a + n, static_cast<int>(left)));
+      if (k + 1 < words) {
+        store(to, row);
+      } else {  // what follows may be another thread's
+        std::memcpy(to, &row, kSix * sizeof(float));
+      }
     }
   }
 }
 
 // The same, sixteen to a panel.
 template <class T>
-void pack_sixteens(const T* b, int64_t stride, int64_t width, int64_t words, float* out) {
+void pack_sixteens(const T* b, int64_t stride, int64_t width, int64_t words, int64_t whole,
+                   float* out) {
   for (int64_t k = 0; k < words; ++k, b += stride, out += kLanes) {
     float* to = out;
     for_columns(width, [&](int64_t n, int lanes) {
       store(to, load_lanes(b + n, lanes));
-      to += apart(kLanes * words);
+      to += apart(kLanes * whole);
     });
   }
 }
@@ -802,28 +807,33 @@ void turned_tile(int64_t rows, const float* a, const float* b, int64_t words, fl
 template <class T>
 void multiply_turned_piece(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t M,
                            int64_t K, const Stack::Piece& piece) {
-  constexpr int64_t kRun = 256, kSlab = 8 * kSix;
+  constexpr int64_t kRun = 256;
+  const int64_t slab_width = 8 * kSix * num_threads();
   const int64_t N = piece.rows, longest = std::min(M, kRun), right = (K + kLanes - 1) / kLanes;
-  const int64_t panels = (std::min(N, kSlab) + kSix - 1) / kSix;
+  const int64_t panels = (std::min(N, slab_width) + kSix - 1) / kSix;
   float* const columns = scratch(Use::weights, right * apart(kLanes * longest));
   float* const slab = scratch(Use::rows, panels * apart(kSix * longest));
   for (int64_t m = 0; m < M; m += kRun) {
     const int64_t run = std::min(kRun, M - m);
     const bool adds = m || piece.adds;
-    pack_sixteens(b + m * b_stride, b_stride, K, run, columns);
-    for (int64_t first = 0; first < N; first += kSlab) {
-      const int64_t width = std::min(kSlab, N - first);
-      pack_sixes(a + m * a_stride + first, a_stride, width, N - first, run, slab);
-      const int64_t grain = kGrain / (run * width * kLanes) + 1;
-      parallel_for(0, right, grain, [&](int64_t from, int64_t to) {
-        for (int64_t p = from; p < to; ++p) {
-          const int64_t k = p * kLanes;
-          const int lanes = static_cast<int>(std::min<int64_t>(kLanes, K - k));
-          float* const to_y = piece.y + first * K + k;
-          for (int64_t n = 0; n < width; n += kSix)
-            turned_tile(std::min(kSix, width - n), slab + n / kSix * apart(kSix * run),
-                        columns + p * apart(kLanes * run), run, to_y + n * K, K, lanes, adds);
-        }
+    parallel_for(0, run, 32768 / K + 1, [&](int64_t from, int64_t to) {
+      pack_sixteens(b + (m + from) * b_stride, b_stride, K, to - from, run, columns + from * kLanes);
+    });
+    for (int64_t first = 0; first < N; first += slab_width) {
+      const int64_t width = std::min(slab_width, N - first);
+      parallel_for(0, run, 32768 / width + 1, [&](int64_t from, int64_t to) {
+        pack_sixes(a + (m + from) * a_stride + first, a_stride, width, N - first, to - from, run,
+                   slab + from * kSix);
+      });
+      const Runs runs = even_runs(width, kSix, right, 1, kSix);
+      const int64_t grain = kGrain / (run * std::min(width, runs.longest()) * kLanes) + 1;
+      share_panels(right, runs, grain, [&](int64_t p, int64_t from, int64_t to, bool) {
+        const int64_t k = p * kLanes;
+        const int lanes = static_cast<int>(std::min<int64_t>(kLanes, K - k));
+        float* const to_y = piece.y + first * K + k;
+        for (int64_t n = from; n < to; n += kSix)
+          turned_tile(std::min(kSix, width - n), slab + n / kSix * apart(kSix * run),
+                      columns + p * apart(kLanes * run), run, to_y + n * K, K, lanes, adds);
       });
     }
   }

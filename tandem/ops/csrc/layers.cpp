@@ -29,34 +29,48 @@ using at::Tensor;
 
 constexpr int64_t kBlock = 256;     // rows whose intermediate numbers stay in the second cache
 constexpr int64_t kMostRows = 512;  // of a block where weights are too large for that
+constexpr int64_t kTogether = 1024;  // rows on which all threads work where pieces are too few
 constexpr int64_t kReadyFloats = 1 << 19;  // of weights made ready that stay there too, or nearby
 constexpr int64_t kRun = 128;  // rows whose sums for a norm's weight or a bias are made apart
 
-// How rows are cut; independent of the number of threads, of which each takes blocks of its own
-// where weights are ready, and all work on one block where not.
+// How rows are cut. Gradients are summed block by block, whatever the number of threads. Of weights
+// that are ready each thread takes pieces of blocks of its own, if there are enough that none waits
+// long; else all threads work on one product after another.
 struct Blocks {
-  int64_t M, rows, slots;
+  int64_t M, rows;  // of a block
+  int64_t held;     // rows whose intermediate numbers are held at a time: whole blocks
+  int64_t piece;    // rows of a piece
   bool ready;
 
   Blocks(int64_t M, int64_t ready_floats)
       : M(M), ready(M > kBlock && ready_floats <= kReadyFloats) {
     rows = std::min(ready ? kBlock : kMostRows, round_up(std::max<int64_t>(M, 1), kRun));
-    slots = ready ? std::min(num_threads(), (M + rows - 1) / rows) : 1;
+    held = piece = rows;
+    const int64_t threads = num_threads();
+    if (!ready || threads == 1) return;
+    held = piece = round_up(std::min(M, kTogether), rows);
+    for (const int64_t size : {kBlock, kRun}) {
+      const int64_t pieces = (M + size - 1) / size, rounds = (pieces + threads - 1) / threads;
+      if (5 * pieces < 4 * rounds * threads) continue;  // a fifth of the time for nothing
+      const int64_t both = size < rows && threads % 2 ? 2 : 1;  // pieces of as many whole blocks
+      held = round_up(std::min(M, both * threads * size), rows);
+      piece = size;
+      return;
+    }
   }
 
-  // each(first row, rows, slot) for every block; after those of all slots then(first row, rows).
+  // each(first row, rows, their place among those that are held); once all that are held are done
+  // then(first row, rows).
   template <class Each, class Then>
   void run(Each each, Then then) const {
-    for (int64_t m = 0; m < M; m += rows * slots) {
-      const int64_t count = std::min(rows * slots, M - m);
-      const auto one = [&](int64_t slot) {
-        each(m + slot * rows, std::min(rows, count - slot * rows), slot);
-      };
-      if (slots == 1) {
+    for (int64_t m = 0; m < M; m += held) {
+      const int64_t count = std::min(held, M - m);
+      const auto one = [&](int64_t place) { each(m + place, std::min(piece, count - place), place); };
+      if (piece >= count) {
         one(0);
       } else {
-        parallel_for(0, (count + rows - 1) / rows, 1, [&](int64_t from, int64_t to) {
-          for (int64_t slot = from; slot < to; ++slot) one(slot);
+        parallel_for(0, (count + piece - 1) / piece, 1, [&](int64_t from, int64_t to) {
+          for (int64_t i = from; i < to; ++i) one(i * piece);
         });
       }
       then(m, count);
@@ -300,20 +314,20 @@ void before_forward(const Tensor& x, const Before& in, const Tensor& q, const Te
   Weights<T> weights(in.weights);
   const Blocks blocks(rows.count, weights.ready_floats());
   if (blocks.ready) weights.make_forward_ready();
-  const Buffer<T> normed(x, blocks.slots * blocks.rows, rows.width);
-  const Buffer<T> made(x, blocks.slots * blocks.rows, in.rotation.J);
+  const Buffer<T> normed(x, blocks.held, rows.width);
+  const Buffer<T> made(x, blocks.held, in.rotation.J);
   const Adapters<T> adapters(in.adapters.data(), nullptr, in.weights, x, made.held.size(0));
   const Epilogue<T> epilogue{in.bias.defined() ? in.bias.const_data_ptr<T>() : nullptr};
   T *const to_q = q.mutable_data_ptr<T>(), *const to_k = k.mutable_data_ptr<T>(),
            *const to_v = v.mutable_data_ptr<T>();
   blocks.run(
-      [&](int64_t m, int64_t count, int64_t slot) {
-        T *const y = normed.row(slot * blocks.rows), *const j = made.row(slot * blocks.rows);
+      [&](int64_t m, int64_t count, int64_t place) {
+        T *const y = normed.row(place), *const j = made.row(place);
         in.norm.rows(rows.reading<T>().from(m), count, rows.width, y);
         weights.forward(y, rows.width, count, j, made.width, epilogue);
         if (adapters.act) {
-          adapters.descend(y, rows.width, count, slot * blocks.rows);
-          adapters.ascend(count, slot * blocks.rows, j, made.width);
+          adapters.descend(y, rows.width, count, place);
+          adapters.ascend(count, place, j, made.width);
         }
         for_rows(count, made.width, [&](int64_t from, int64_t to) {
           for (int64_t i = from; i < to; ++i)
@@ -335,7 +349,7 @@ void before_backward(const Tensor (&given)[3], const Tensor& also, const RowsOf&
   const Blocks blocks(rows.count, weights.ready_floats_back());
   const bool reaches_norm = of_x.defined() || of_norm.defined();
   if (blocks.ready && reaches_norm) weights.make_back_ready();
-  const int64_t D = rows.width, held = blocks.slots * blocks.rows;
+  const int64_t D = rows.width, held = blocks.held;
   const Buffer<T> normed(x, held, D), of_normed(x, held, D), joined(x, held, in.rotation.J);
   const auto data = [](const Tensor& t) { return t.defined() ? t.const_data_ptr<T>() : nullptr; };
   const T *const q = data(given[0]), *const k = data(given[1]), *const v = data(given[2]);
@@ -345,14 +359,13 @@ void before_backward(const Tensor (&given)[3], const Tensor& also, const RowsOf&
                              in.weights, x, held);
   bool any = adapters.train;
   for (const Gradient& gradient : gradients) any = any || gradient.at;
-  const auto each = [&](int64_t m, int64_t count, int64_t slot) {
-    T* const j = joined.row(slot * blocks.rows);
+  const auto each = [&](int64_t m, int64_t count, int64_t place) {
+    T* const j = joined.row(place);
     for_rows(count, joined.width, [&](int64_t from, int64_t to) {
       for (int64_t i = from; i < to; ++i) in.rotation.back(q, k, v, m + i, j + i * joined.width);
     });
     if (of_bias.defined()) add_columns(j, count, joined.width, at_run(of_bias, m));
     const Reading<T> from = rows.reading<T>().from(m);
-    const int64_t place = slot * blocks.rows;
     if (any) in.norm.rows(from, count, D, normed.row(place));
     if (adapters.train) adapters.descend(normed.row(place), D, count, place);
     if (adapters.act) adapters.descend_back(j, joined.width, count, place);
@@ -426,7 +439,7 @@ void after_forward(const Tensor& attended, const Tensor& residual, const After& 
     in.make_forward_ready();
     down.make_forward_ready();
   }
-  const int64_t held = blocks.slots * blocks.rows;
+  const int64_t held = blocks.held;
   const Buffer<T> normed(residual, held, D), active(residual, held, I);
   const Buffer<T> hiddens(residual, kept.hidden.defined() ? 0 : held, D);
   const Buffer<T> boths(residual, kept.both.defined() ? 0 : held, 2 * I);
@@ -438,9 +451,8 @@ void after_forward(const Tensor& attended, const Tensor& residual, const After& 
   T* const to = y.mutable_data_ptr<T>();
   const T* const bias = after.bias.defined() ? after.bias.const_data_ptr<T>() : nullptr;
   blocks.run(
-      [&](int64_t m, int64_t count, int64_t slot) {
-        const int64_t place = slot * blocks.rows;
-        T *const n = normed.row(place), *const a = active.row(place);
+      [&](int64_t m, int64_t count, int64_t place) {
+            T *const n = normed.row(place), *const a = active.row(place);
         T* const hidden = all_hidden ? all_hidden + m * D : hiddens.row(place);
         T* const both = all_both ? all_both + m * 2 * I : boths.row(place);
         const T *const x = from.data<T>() + m * from.stride,
@@ -481,7 +493,7 @@ void after_backward(const Tensor& given, const Tensor& attended, const After& af
                       out.ready_floats_back() + in.ready_floats_back() + down.ready_floats_back());
   std::vector<Gradient> of_out{of.weights[0]}, of_in{of.weights[1], of.weights[2]},
       of_down{of.weights[3]};
-  const int64_t held = blocks.slots * blocks.rows;
+  const int64_t held = blocks.held;
   const auto of_adapter = [&](size_t i) {
     return of.adapters.empty() ? nullptr : &of.adapters[2 * i];
   };
@@ -505,8 +517,7 @@ void after_backward(const Tensor& given, const Tensor& attended, const After& af
       recomputes ? std::nullopt : std::optional(RowsOf(kept.both, kept.rows));
   T* const of_hidden = reaches_out ? of.hidden.mutable_data_ptr<T>() : nullptr;
   T* const of_attended = of.attended.defined() ? of.attended.mutable_data_ptr<T>() : nullptr;
-  const auto each = [&](int64_t m, int64_t count, int64_t slot) {
-    const int64_t place = slot * blocks.rows;
+  const auto each = [&](int64_t m, int64_t count, int64_t place) {
     T *const a = active.row(place), *const j = joined.row(place), *const y = normed.row(place);
     const Reading<T> hidden = hiddens.reading<T>().from(m);
     const Reading<T> both =

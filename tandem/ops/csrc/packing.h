@@ -223,15 +223,59 @@ void pack_panel(const Matrix<T>& m, int64_t first, int64_t width, int64_t K, P* 
   }
 }
 
+// ---- work for each thread ----
+
+// Rows cut into runs of whole tiles, about as many in each.
+struct Runs {
+  int64_t rows, tile, count;
+
+  // The first row of a run; that of the one behind the last is the end of all rows.
+  int64_t start(int64_t run) const {
+    return std::min(rows, (rows + tile - 1) / tile * run / count * tile);
+  }
+  int64_t longest() const { return ((rows + tile - 1) / tile + count - 1) / count * tile; }
+};
+
+// Runs of the rows that pass each of `panels`, so that every thread has as much to do: 9 panels would
+// keep 8 threads half idle. The fewest that do, from `least` on, of `shortest` rows or more.
+inline Runs even_runs(int64_t rows, int64_t tile, int64_t panels, int64_t least, int64_t shortest) {
+  constexpr double kEven = 0.92, kWorthIt = 1.05;
+  const int64_t threads = num_threads();
+  const auto busy = [&](int64_t runs) {  // share of the threads' time
+    const int64_t each = (panels * runs + threads - 1) / threads;
+    return static_cast<double>(panels * runs) / static_cast<double>(threads * each);
+  };
+  int64_t best = std::max<int64_t>(1, least);
+  for (int64_t runs = best + 1; runs <= rows / shortest && busy(best) < kEven; ++runs)
+    if (busy(runs) > kWorthIt * busy(best)) best = runs;
+  return {rows, tile, best};
+}
+
+// body(panel, first row, end of rows, whether the next panel is this thread's too) for all rows of
+// all panels: runs of one panel that follow one another and are one thread's come together.
+template <class Body>
+void share_panels(int64_t panels, const Runs& runs, int64_t grain, const Body& body) {
+  parallel_for(0, panels * runs.count, grain, [&](int64_t from, int64_t to) {
+    for (int64_t i = from, end; i < to; i = end) {
+      const int64_t panel = i / runs.count, first = panel * runs.count;
+      end = std::min(to, first + runs.count);
+      body(panel, runs.start(i - first), runs.start(end - first), end < to);
+    }
+  });
+}
+
 // The whole weight (N, K), panel after panel of so many columns.
 template <class T, class P>
 void pack_panels(const Matrix<T>& m, int64_t N, int64_t K, int64_t panel, P* out) {
   const int64_t panels = (N + panel - 1) / panel, words = words_of<T>(K);
-  parallel_for(
-      0, panels, std::max<int64_t>(1, 32768 / (panel * words)), [&](int64_t from, int64_t to) {
-        for (int64_t p = from; p < to; ++p)
-          pack_panel(m, p * panel, std::min(panel, N - p * panel), K, out + p * panel * words);
-      });
+  const Runs runs = even_runs(words, kLanes, panels, 1, 2 * kLanes);
+  const int64_t grain = std::max<int64_t>(1, 32768 * runs.count / std::max<int64_t>(1, panel * words));
+  share_panels(panels, runs, grain, [&](int64_t p, int64_t k, int64_t end, bool) {
+    const int64_t n = p * panel, width = std::min(panel, N - n), column = k * kPerWord<T>;
+    const Matrix<T> part{m.data + column * m.column_stride, m.row_stride, m.column_stride};
+    pack_panel(part, n, width, std::min(K, end * kPerWord<T>) - column,
+               out + n * words + k * round_up(width, kLanes));
+  });
 }
 
 }  // namespace tandem

@@ -19,7 +19,7 @@ int omp_get_thread_num();
 
 namespace tandem {
 
-int64_t num_threads() { return at::get_num_threads(); }
+int64_t num_threads() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
 
 #if AT_PARALLEL_OPENMP
 namespace {

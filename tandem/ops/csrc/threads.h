@@ -8,6 +8,7 @@
 
 namespace tandem {
 
+// Threads of a loop that begins here: within another one's there is one.
 int64_t num_threads();
 
 // body(from, to) over parts of [begin, end) of at least `grain`, on the threads that are free.
