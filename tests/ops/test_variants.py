@@ -454,6 +454,7 @@ BITWISE = (
     "tests/ops/test_dense.py",
     "tests/ops/test_attention_native.py",
     "tests/ops/test_layer.py",
+    "tests/ops/test_threads.py",
     "tests/generation/test_exactness.py",
     "tests/generation/test_native_runner.py",
 )

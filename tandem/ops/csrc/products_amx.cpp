@@ -924,10 +924,12 @@ void multiply_large(const Rows& rows, const Columns& columns, int64_t M, int64_t
             0, here, kGrain / (kSide * some * kStep * 16) + 1, [&](int64_t from, int64_t to) {
               Batch<Rows, P>{&rows, t + from, to - from, k, some, left + from * size}.all();
             });
-        const Tiles tiles{left, size, P * kTile, kSide};
         const Waiting waiting{sums, sum_row, m, first, k > 0, k + some < steps};
-        const int64_t grain = kGrain / (some * kStep * kWide * count) + 1;
-        parallel_for(0, (width + kWide - 1) / kWide, grain, [&](int64_t from, int64_t to) {
+        const int64_t panels = (width + kWide - 1) / kWide;
+        // Threads that share a panel make its tiles twice: not for a few rows.
+        const Runs runs = even_runs(count, 2 * kSide, panels, 1, 4 * kSide);
+        const int64_t grain = kGrain / (some * kStep * kWide * std::min(count, runs.longest())) + 1;
+        parallel_for(0, panels * runs.count, grain, [&](int64_t from, int64_t to) {
           const Session session(M);
           float* const room = scratch(Use::panel, 2 * kSides * part);
           const auto batch = [&](int64_t p) {
@@ -936,16 +938,20 @@ void multiply_large(const Rows& rows, const Columns& columns, int64_t M, int64_t
                 &columns, (first + n) / kSide,         (columns_here + kSide - 1) / kSide, k,
                 some,     room + p % 2 * kSides * part};
           };
-          if constexpr (!ready) batch(from).all();
+          if constexpr (!ready) batch(from / runs.count).all();
           Meanwhile meanwhile;
-          for (int64_t p = from; p < to; ++p) {
+          for (int64_t i = from, end; i < to; i = end) {  // as share_panels
+            const int64_t p = i / runs.count, run = i - p * runs.count;
+            end = std::min(to, (p + 1) * runs.count);
+            const int64_t row = runs.start(run), rows_here = runs.start(run + end - i) - row;
             const int64_t n = p * kWide, columns_here = std::min(kWide, width - n);
-            Batch<Columns, P> next = batch(p + 1 < to ? p + 1 : p);
-            if (p + 1 < to) next.spread(meanwhile, uses_of(count, columns_here, some));
+            Batch<Columns, P> next = batch(end < to ? p + 1 : p);
+            if (end < to) next.spread(meanwhile, uses_of(rows_here, columns_here, some));
             Tiles right = batch(p).where();
             if constexpr (ready) right = columns.at((first + n) / kSide, k);
-            multiply_panel<P, Side::left>(tiles, right, some, m, count, first + n, columns_here,
-                                          waiting, done, meanwhile);
+            const Tiles tiles{left + row / kSide * size, size, P * kTile, kSide};
+            multiply_panel<P, Side::left>(tiles, right, some, m + row, rows_here, first + n,
+                                          columns_here, waiting, done, meanwhile);
             meanwhile.make_rest();
           }
           meanwhile.finish_rest();
