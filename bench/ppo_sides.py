@@ -123,10 +123,16 @@ class TandemSide(Side):
     """RLHFEngine and PPOTrainer, by their public names."""
 
     def __init__(
-        self, work: Work, begin: Start, *, copies: bool = True, world: World | None = None
+        self,
+        work: Work,
+        begin: Start,
+        *,
+        copies: bool = True,
+        world: World | None = None,
+        watch: Stopwatch | None = None,
     ) -> None:
         """Without `copies` it trains the start's own models, and later steps go on from there."""
-        self.begin, self.watch = begin, Stopwatch()
+        self.begin, self.watch = begin, watch or Stopwatch()
         config = run_config(work)
         models = (begin.actor, begin.reward_model)
         actor, reward_model = map(copied, models) if copies else models

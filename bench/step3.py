@@ -208,8 +208,11 @@ def peak_memory(
     return {"before": before, "peak": peak_bytes(work.device)}
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    flags = parser(__doc__, "rounds threads dtype device micro-batch-tokens default-allocator")
+def work_parser(description: str | None, shared: str) -> argparse.ArgumentParser:
+    """The flags that `work_of` reads, beside the `shared` ones."""
+    flags = parser(
+        description, f"{shared} rounds dtype device micro-batch-tokens default-allocator"
+    )
     add = flags.add_argument
     add("--algorithm", choices=("ppo", "grpo"), default="ppo", help="grpo: no critic, no reference")
     add(
@@ -219,10 +222,16 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="0.94M, 2.2M, 15.2M, 22M, 135M weights",
     )
     add("--samples-per-prompt", type=count, help="answers to each prompt (1; smollm2: 4)")
-    add("--no-check", dest="check", action="store_false", help="do not compare the sides' numbers")
     add("--mode", choices=("forced", "ragged"), default="forced", help="lengths of the answers")
     add("--epochs", type=count, default=1, help="passes over the rollout")
     add("--minibatch-size", type=count, default=64, help="answers per optimizer step")
+    return flags
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    flags = work_parser(__doc__, "threads")
+    add = flags.add_argument
+    add("--no-check", dest="check", action="store_false", help="do not compare the sides' numbers")
     add("--no-memory", dest="memory", action="store_false", help="leave out the peak memory")
     return flags.parse_args(arguments)
 

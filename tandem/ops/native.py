@@ -69,7 +69,7 @@ def why_not() -> str:
     if sys.platform not in ("linux", "darwin"):
         return f"the C++ operations are not built on {sys.platform}"
     try:
-        library = _kept()
+        library = kept_library()
         if library is None:
             compiler = _compiler()
             if compiler is None:
@@ -142,7 +142,7 @@ def _compiler() -> str | None:
                  and (path := shutil.which(name))), None)  # fmt: skip
 
 
-def _kept() -> Path | None:
+def kept_library() -> Path | None:
     """The library of these sources for this machine, if it is in the cache and whole.
 
     Its name ends in the digest of what it holds: loading half a library would end the process
@@ -172,7 +172,7 @@ def _built(compiler: str) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     log = cache / f"{name}.log"
     with _locked(cache / f"{name}.lock") as waited_since:
-        built = _kept()  # while this process waited
+        built = kept_library()  # while this process waited
         if built is not None:
             return built
         if waited_since and log.is_file() and log.stat().st_mtime >= waited_since:

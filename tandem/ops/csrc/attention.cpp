@@ -1,6 +1,5 @@
 // The arithmetic of attention.h.
 
-#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <memory>
@@ -91,19 +90,6 @@ int64_t value_chains(int64_t width) {
 // How many of `left` to take next, at most `most`, so that the last share is not a small one.
 int64_t share(int64_t left, int64_t most) {
   return left <= most ? left : left < 2 * most ? (left + 1) / 2 : most;
-}
-
-// f(i) for i < count, every i by whichever thread is free; the costliest should come first.
-template <class F>
-void share_out(int64_t count, int64_t threads, const F& f) {
-  if (threads <= 1 || count <= 1) {
-    for (int64_t i = 0; i < count; ++i) f(i);
-    return;
-  }
-  std::atomic<int64_t> next{0};
-  parallel_for(0, std::min(threads, count), 1, [&](int64_t, int64_t) {
-    for (int64_t i = next++; i < count; i = next++) f(i);
-  });
 }
 
 // ---- rows in, rows out ----

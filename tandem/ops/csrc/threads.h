@@ -15,4 +15,8 @@ int64_t num_threads();
 void parallel_for(int64_t begin, int64_t end, int64_t grain,
                   c10::function_ref<void(int64_t, int64_t)> body);
 
+// body(i) for i < count, each by whichever of so many threads is free: the costliest should come
+// first.
+void share_out(int64_t count, int64_t threads, c10::function_ref<void(int64_t)> body);
+
 }  // namespace tandem
