@@ -679,7 +679,9 @@ void multiply_turned_piece(const T* a, int64_t a_stride, const T* b, int64_t b_s
   // Columns of a that become rows together: whole tiles of them, or where they are long as many as
   // leave room in the first cache; and those that are packed at a time.
   const int64_t together = kPanel > kLanes || longest > 128 * kPerWord<T> ? kPanel : kGroup;
-  const int64_t slab_width = together * (together == kPanel ? 4 : 2) * num_threads();
+  constexpr int64_t kMostSlabs = 16;  // of several threads at once: 8 MiB
+  const int64_t slabs = std::min(kMostSlabs, num_threads());
+  const int64_t slab_width = together * (together == kPanel ? 4 : 2) * slabs;
   float* columns = scratch(Use::weights, panels_size<T>(K, longest));
   float* slab = scratch(Use::rows, panels_size<T>(std::min(N, slab_width), longest));
   // Pairs of bfloat16 have to be put together; vectors past the end of the last row may not be read.
