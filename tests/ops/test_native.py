@@ -301,7 +301,7 @@ def test_processes_that_want_the_library_at_once_build_it_once(
     assert len(builds) == 1
     assert len(set(made)) == 1
     assert made[0].read_text() == "a library"
-    assert native._kept() == made[0]
+    assert native.kept_library() == made[0]
     said = capsys.readouterr().err
     assert said.count("tandem: building the C++ operations, once for this machine, about") == 1
     assert said.count(" done in 0 s\n") == 1
@@ -348,9 +348,9 @@ def test_clang_is_told_by_which_names_torch_2_11_calls_its_functions(
 def test_half_a_library_is_built_anew(builds: list[Commands], left: int) -> None:
     library = native._built("g++")
     library.write_bytes(library.read_bytes()[:left])
-    assert native._kept() is None
+    assert native.kept_library() is None
     assert native._built("g++") == library
-    assert native._kept() == library
+    assert native.kept_library() == library
     assert len(builds) == 2
 
 
@@ -498,6 +498,6 @@ def test_a_named_processor_has_its_own_library(
     assert len(made) == 2
     assert all(c[c.index("-march=x86-64-v3") + 1] == "-mno-avx512bf16" for c in builds[1])
     monkeypatch.setattr(processor, "description", lambda: "another")
-    assert native._kept() in made, "who runs it does not matter where the processor is named"
+    assert native.kept_library() in made, "who runs it does not matter where the processor is named"
     monkeypatch.delenv("TANDEM_MARCH")
-    assert native._kept() is None
+    assert native.kept_library() is None
