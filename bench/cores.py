@@ -77,12 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = _options(arguments)
     report = Report(options)
     os.environ.update(ENVIRONMENT)
-    os.environ["TANDEM_MARCH"] = (
-        f"{os.environ.get('TANDEM_MARCH', 'native')} -DTANDEM_MEASURE_LOOPS"
-    )
+    march = os.environ.get("TANDEM_MARCH") or "native"
+    os.environ["TANDEM_MARCH"] = f"{march} -DTANDEM_MEASURE_LOOPS"
     work = work_of(options)
     rows = report.result["rows"] = {}
-    for cores in options.cores:
+    for cores in dict.fromkeys(options.cores):
         rows[cores] = in_child(seconds_of, work, cores, options.rounds, options.keep_freed_memory)
         report.keep()
     least = min(rows)
@@ -142,7 +141,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     flags = work_parser(__doc__, "")
     flags.add_argument("--cores", nargs="+", type=count, default=[1, 2, 4, 8, 16])
     flags.set_defaults(rounds=3)
-    return flags.parse_args(arguments)
+    options = flags.parse_args(arguments)
+    if options.device != "cpu":
+        flags.error(f"--device must be cpu, whose cores are told; got {options.device}")
+    if not hasattr(os, "sched_setaffinity"):
+        flags.error("threads must be bound to one core, which this system does not do; use Linux")
+    return options
 
 
 if __name__ == "__main__":

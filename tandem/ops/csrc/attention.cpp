@@ -750,8 +750,8 @@ std::vector<Piece> pieces_of(const std::vector<Segment>& segments, const Segment
 }
 
 // The piece that whoever computes piece `i` will probably take next; null: none.
-const Piece* piece_after(const std::vector<Piece>& pieces, int64_t i) {
-  const size_t next = i + num_threads();
+const Piece* piece_after(const std::vector<Piece>& pieces, int64_t i, int64_t threads) {
+  const size_t next = i + threads;
   return next < pieces.size() ? &pieces[next] : nullptr;
 }
 
@@ -1715,8 +1715,9 @@ void attend_packed(const Packed<T>& in, const Segments& of) {
   const auto segments = segments_of(of);
   const auto pieces = pieces_of(segments, of, in.sizes.heads);
   const bool fetches = fetches_ahead(in, of);
-  share_out(pieces.size(), num_threads(), [&](int64_t i) {
-    forward_piece(in, pieces[i], fetches ? piece_after(pieces, i) : nullptr);
+  const int64_t threads = num_threads();
+  share_out(pieces.size(), threads, [&](int64_t i) {
+    forward_piece(in, pieces[i], fetches ? piece_after(pieces, i, threads) : nullptr);
   });
 }
 
@@ -1738,8 +1739,9 @@ void attend_packed_backward(const Gradients<T>& work, const Segments& of) {
   std::vector<Divided> divided;
   const auto pieces = backward_pieces_of(segments, work.in.sizes, divided);
   const bool fetches = fetches_ahead(work.in, of);
-  share_out(pieces.size(), num_threads(), [&](int64_t i) {
-    backward_piece(work, pieces[i], fetches ? piece_after(pieces, i) : nullptr);
+  const int64_t threads = num_threads();
+  share_out(pieces.size(), threads, [&](int64_t i) {
+    backward_piece(work, pieces[i], fetches ? piece_after(pieces, i, threads) : nullptr);
   });
   share_out(divided.size(), num_threads(), [&](int64_t i) { add_up(work, divided[i]); });
 }

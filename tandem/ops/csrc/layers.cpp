@@ -452,7 +452,7 @@ void after_forward(const Tensor& attended, const Tensor& residual, const After& 
   const T* const bias = after.bias.defined() ? after.bias.const_data_ptr<T>() : nullptr;
   blocks.run(
       [&](int64_t m, int64_t count, int64_t place) {
-            T *const n = normed.row(place), *const a = active.row(place);
+        T *const n = normed.row(place), *const a = active.row(place);
         T* const hidden = all_hidden ? all_hidden + m * D : hiddens.row(place);
         T* const both = all_both ? all_both + m * 2 * I : boths.row(place);
         const T *const x = from.data<T>() + m * from.stride,
