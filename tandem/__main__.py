@@ -14,12 +14,23 @@ from tandem.stopping import handling
 
 def main() -> int:
     """Run the command; returns its exit code."""
+    _wait_briefly()
     # These imports may take seconds, and Ctrl-C during them would print a traceback.
     with handling(_leave):
         from tandem.cli import main as command
     # As it ends, Python would look for garbage in all that torch has made, which takes a second.
     atexit.register(gc.freeze)
     return command()
+
+
+def _wait_briefly() -> None:
+    """Have threads that wait for others sleep soon; before torch is loaded, whose OpenMP reads it.
+
+    By itself GNU's looks for 300,000 turns whether there is work. Where another process wants the
+    core, a thread that looks has used up its share of it by the time there is some.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

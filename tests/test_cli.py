@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -253,3 +254,22 @@ sys.exit(main())
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     _, kept, watched = ended.stdout.splitlines()[-1].split()
     assert int(kept) > 1000 > int(watched)
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_threads_that_wait_sleep_soon(given: dict[str, str], count: str) -> None:
+    code = """
+import atexit, os, sys
+atexit.register(lambda: print(os.environ.get("GOMP_SPINCOUNT")))
+from tandem.__main__ import main
+sys.argv = ["tandem", "--version"]
+sys.exit(main())
+"""
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {k: v for k, v in os.environ.items() if k not in names} | given
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert ended.stdout.splitlines()[-1] == count
