@@ -251,17 +251,22 @@ inline Runs even_runs(int64_t rows, int64_t tile, int64_t panels, int64_t least,
   return {rows, tile, best};
 }
 
-// body(panel, first row, end of rows, whether the next panel is this thread's too) for all rows of
-// all panels: runs of one panel that follow one another and are one thread's come together.
+// body(panel, first row, end of rows, whether a next panel follows) for runs `from` to `to` of all
+// panels', one panel's after another's: those of one panel come together.
+template <class Body>
+void for_panels(const Runs& runs, int64_t from, int64_t to, const Body& body) {
+  for (int64_t i = from, end; i < to; i = end) {
+    const int64_t panel = i / runs.count, first = panel * runs.count;
+    end = std::min(to, first + runs.count);
+    body(panel, runs.start(i - first), runs.start(end - first), end < to);
+  }
+}
+
+// The same for all rows of all panels, on threads; what follows is what is this thread's too.
 template <class Body>
 void share_panels(int64_t panels, const Runs& runs, int64_t grain, const Body& body) {
-  parallel_for(0, panels * runs.count, grain, [&](int64_t from, int64_t to) {
-    for (int64_t i = from, end; i < to; i = end) {
-      const int64_t panel = i / runs.count, first = panel * runs.count;
-      end = std::min(to, first + runs.count);
-      body(panel, runs.start(i - first), runs.start(end - first), end < to);
-    }
-  });
+  parallel_for(0, panels * runs.count, grain,
+               [&](int64_t from, int64_t to) { for_panels(runs, from, to, body); });
 }
 
 // The whole weight (N, K), panel after panel of so many columns.

@@ -940,20 +940,18 @@ void multiply_large(const Rows& rows, const Columns& columns, int64_t M, int64_t
           };
           if constexpr (!ready) batch(from / runs.count).all();
           Meanwhile meanwhile;
-          for (int64_t i = from, end; i < to; i = end) {  // as share_panels
-            const int64_t p = i / runs.count, run = i - p * runs.count;
-            end = std::min(to, (p + 1) * runs.count);
-            const int64_t row = runs.start(run), rows_here = runs.start(run + end - i) - row;
+          for_panels(runs, from, to, [&](int64_t p, int64_t row, int64_t end, bool goes_on) {
             const int64_t n = p * kWide, columns_here = std::min(kWide, width - n);
-            Batch<Columns, P> next = batch(end < to ? p + 1 : p);
-            if (end < to) next.spread(meanwhile, uses_of(rows_here, columns_here, some));
+            const int64_t rows_here = end - row;
+            Batch<Columns, P> next = batch(goes_on ? p + 1 : p);
+            if (goes_on) next.spread(meanwhile, uses_of(rows_here, columns_here, some));
             Tiles right = batch(p).where();
             if constexpr (ready) right = columns.at((first + n) / kSide, k);
             const Tiles tiles{left + row / kSide * size, size, P * kTile, kSide};
             multiply_panel<P, Side::left>(tiles, right, some, m + row, rows_here, first + n,
                                           columns_here, waiting, done, meanwhile);
             meanwhile.make_rest();
-          }
+          });
           meanwhile.finish_rest();
         });
       }
