@@ -16,6 +16,7 @@ from bench.models import DTYPES
 from tandem.models.summary import flops_per_token
 from tandem.ops import native
 from tandem.ops.dense import linear, linear_packed, pack_weight
+from tandem.ops.rates import one_thread
 
 GEMM_SHAPES = ((512, 1024, 1024), (512, 512, 2048), (256, 2048, 512))
 """Rows, inputs and outputs of the products that the best rate is looked for among."""
@@ -31,12 +32,8 @@ def gemm_rate(dtype: str, repeats: int = 10) -> float:
     knows = dtype != "bf16" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if torch.backends.mkldnn.is_available() and knows:
         linears.append(_onednn_linear)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # what other threads spend is counted only when the system looks
-    try:
+    with one_thread():
         return max(_rate(function, dtype, repeats) for function in linears)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _rate(function: Callable[[Tensor, Tensor], Tensor], dtype: str, repeats: int) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -37,6 +38,17 @@ class ProductRate:
     cut: str
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Measure a core's rate: what other threads spend is counted only when the system looks."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def product_rate(
     rows: int,
     inputs: int,
@@ -52,12 +64,8 @@ def product_rate(
     as over the layers of a model: more than the caches hold brings them from memory. 0: always the
     same ones.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # what other threads spend is counted only when the system looks
-    try:
+    with one_thread():
         return _measured(rows, inputs, outputs, dtype, seconds, from_memory)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _measured(

@@ -88,20 +88,17 @@ def measure_machine(device: str = "auto") -> tuple[Hardware, float]:
     import torch
 
     from tandem.ops import native
+    from tandem.ops.rates import one_thread
 
     if device != "cpu" and torch.cuda.is_available():
         return _measured_gpu(), 1.0
-    wall, cpu, threads = time.perf_counter(), time.process_time(), torch.get_num_threads()
-    torch.set_num_threads(1)  # rates are a core's
-    try:
+    with one_thread():  # rates are a core's
         native.available()  # built before anything is timed
         wall, cpu = time.perf_counter(), time.process_time()
         products = {str(width): _product_rate(width, torch.float32) for width in WIDTHS}
         half = _product_rate(WIDTHS[-1], torch.bfloat16)
         bandwidth, call = _copy_rate(), _call_seconds()
         busy = (time.perf_counter() - wall) / max(1e-9, time.process_time() - cpu)
-    finally:
-        torch.set_num_threads(threads)
     found = Hardware(
         name=f"this machine ({processor.name()})",
         kind="cpu",
@@ -114,7 +111,7 @@ def measure_machine(device: str = "auto") -> tuple[Hardware, float]:
         disk=_disk_rate(),
         per_node=1 << 20,
         call=call,
-        cores=threads,
+        cores=torch.get_num_threads(),
         process=_process_bytes(),
         packs=native.available(),
     )
