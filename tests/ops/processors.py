@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from tandem import processor
 from tandem.ops import native
@@ -44,6 +45,10 @@ EMULATED_AMX = f"{'native' if HAS_PAIRS else EMULATED_PAIRS} -DTANDEM_EMULATE_AM
 needs_compiler = pytest.mark.skipif(
     native.compiler() is None or sys.platform == "win32", reason="no C++ compiler"
 )
+
+
+def at(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
 
 
 def runs_here() -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +12,7 @@ from tests.ops.processors import (
     EMULATED_PAIRS,
     HAS_PAIRS,
     LEVELS,
+    at,
     built,
     needs_compiler,
 )
@@ -27,10 +26,6 @@ pytestmark = [
 
 TINY = 2.0**-126
 """The smallest normal number of float32 and bfloat16."""
-
-
-def at(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
 
 
 def both(name: str, out: Tensor, *given: Tensor | int) -> tuple[Tensor, Tensor]:

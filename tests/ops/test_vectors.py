@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.ops.processors import (
     EMULATED_AVX512,
     EMULATED_PAIRS,
+    at,
     built,
     named,
     needs_compiler,
@@ -27,10 +28,6 @@ MARCHES = [
 ]
 
 pytestmark = needs_compiler
-
-
-def at(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
 
 
 def numbers(*size: int) -> Tensor:
