@@ -149,7 +149,8 @@ def logits_bytes(shape: Shape, tokens: int, layout: Layout, *, backward: bool) -
     The CPU's operations write the gradient over the logits. If these come in several chunks, every
     chunk makes a gradient of the head that is then added to the others'. Trained rows' logits are
     put into a copy, and their gradient is taken out of one (`models/token_rows`); the reference,
-    which is what scores under LoRA, runs without them.
+    which is what scores under LoRA, runs without them, unless the run goes on from an adapter that
+    has some (not counted).
     """
     if shape.is_scalar:
         return 0.0
