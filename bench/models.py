@@ -81,6 +81,7 @@ SHAPES: Mapping[str, Shape] = {
     "llama-22m": llama(512, 1408, 6, 8, 8192, kv_heads=4),
     "llama-7b": llama(4096, 11008, 32, 32, 32000, tied=False),
     "smollm2": llama(576, 1536, 30, 9, 49152, kv_heads=3),
+    "qwen2.5-0.5b": {**llama(896, 4864, 24, 14, 151936, kv_heads=2), "model_type": "qwen2"},
     "qwen3.5-53m": _hybrid(
         "qwen3_5_text",
         "linear_attention",
@@ -104,7 +105,8 @@ SHAPES: Mapping[str, Shape] = {
     "opt-1.3b": _opt(2048, 24, 32),
 }
 """a: Llama of 0.94M parameters. b: of 15.2M, the shape of stories15M. smollm2: SmolLM2-135M.
-qwen3.5, lfm2, granite4: layers as in the smallest models of these families, fewer and narrower."""
+qwen2.5-0.5b: that model's. qwen3.5, lfm2, granite4: layers as in the smallest models of these
+families, fewer and narrower."""
 
 
 HYBRIDS = ("qwen3.5-53m", "lfm2-37m", "granite4-47m")

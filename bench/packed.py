@@ -1,6 +1,7 @@
 """Forward and backward over ragged rows: Tandem's packed forward beside Hugging Face's padded one.
 
     python bench/packed.py --shapes llama-22m --rounds 7 --json packed.json
+    python bench/packed.py --shapes qwen2.5-0.5b --lora-rank 16 --dtype bf16
 
 bench/README.md says what is the same on both sides and how to read the table.
 """
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -25,7 +27,9 @@ from bench.plain_hf_supervised import Step, language_loss, row_chunks
 from bench.report import Report, count, parser
 from bench.supervised import LLAMAS, measure_row, show, tried
 from bench.supervised_sides import TrainingSide, TrainingStart, TrainingWork, plain_settings
+from tandem.config.schema import LoraConfig
 from tandem.engine.forward import rank_micro_batches_of, response_logprobs
+from tandem.models.lora import add_lora
 from tandem.objectives.losses import sft_loss
 from tandem.parallel.world import World
 from tandem.types import TokenBatch
@@ -33,7 +37,8 @@ from tandem.types import TokenBatch
 AGREEMENT = {"fp32": 1e-5, "bf16": 3e-2}
 """How far the two gradients may be apart, relative to the padded one's size."""
 
-NUM_ROWS = {"llama-2.2m": 64, "llama-22m": 32, "smollm2": 16, **dict.fromkeys(HYBRIDS, 16)}
+NUM_ROWS = {"llama-2.2m": 64, "llama-22m": 32, "smollm2": 16, "qwen2.5-0.5b": 8}
+NUM_ROWS |= dict.fromkeys(HYBRIDS, 16)
 
 
 class GradientSide(TrainingSide):
@@ -61,10 +66,13 @@ class GradientSide(TrainingSide):
 
 
 class TandemGradient(GradientSide):
-    """By `response_logprobs`, in weights of the compute type."""
+    """By `response_logprobs`, in weights of the compute type, adapters among them."""
 
     def __init__(self, work: TrainingWork, start: TrainingStart) -> None:
         super().__init__(work, start)
+        if work.lora_rank:
+            add_lora(self.model, LoraConfig(rank=work.lora_rank), work.seed)
+            draw(self.model, work.seed)
         nn.Module.to(self.model, DTYPES[work.dtype])
 
     def losses(self, batch: TokenBatch) -> Iterator[Tensor]:
@@ -74,7 +82,21 @@ class TandemGradient(GradientSide):
 
 
 class PlainGradient(GradientSide):
-    """By the model's own padded forward and cross-entropy."""
+    """By the model's own padded forward and cross-entropy, with PEFT's adapters.
+
+    In bf16 it runs by autocast; below adapters the frozen weights are stored in bf16 too.
+    """
+
+    def __init__(self, work: TrainingWork, start: TrainingStart) -> None:
+        super().__init__(work, start)
+        if work.lora_rank:
+            nn.Module.to(self.model, DTYPES[work.dtype])
+            rank = work.lora_rank
+            adapters = peft.LoraConfig(
+                r=rank, lora_alpha=int(LoraConfig(rank=rank).alpha), target_modules="all-linear"
+            )
+            peft.inject_adapter_in_model(adapters, self.model)
+            draw(self.model, work.seed)
 
     def losses(self, batch: TokenBatch) -> Iterator[Tensor]:
         settings = plain_settings(self.work)
@@ -85,16 +107,27 @@ class PlainGradient(GradientSide):
 SIDES = {"tandem": TandemGradient, "hf": PlainGradient}
 
 
+@torch.no_grad()
+def draw(model: PreTrainedModel, seed: int) -> None:
+    """Give what is trained small numbers, the same in either kind of adapters: none stays 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            start = 0.02 * torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(start.to(parameter.device))
+
+
 def gradients(model: PreTrainedModel) -> list[Tensor]:
-    """Of every weight.
+    """Of every weight that is trained.
 
     Raises:
-        RuntimeError: a weight has none.
+        RuntimeError: one has none.
     """
-    for name, parameter in model.named_parameters():
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    for name, parameter in trained.items():
         if parameter.grad is None:
             raise RuntimeError(f"every weight must have a gradient; got none for {name}.")
-    return [p.grad for p in model.parameters() if p.grad is not None]
+    return [p.grad for p in trained.values() if p.grad is not None]
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -109,10 +142,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             batch_size=options.sequences or NUM_ROWS[name],
             dtype=options.dtype,
             device=options.device,
+            lora_rank=options.lora_rank,
         )
         work = tried(work, options)
         row = rows[name] = measure_row(work, options, SIDES, gradients, AGREEMENT[work.dtype])
-        show(report, f"{name}: forward and backward, {work.batch_size} rows, {work.dtype}", row)
+        title = f"{name}: forward and backward, {work.batch_size} rows, {work.dtype}"
+        show(report, title + f", adapters of rank {work.lora_rank}" * bool(work.lora_rank), row)
     return report.end()
 
 
@@ -121,6 +156,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = flags.add_argument
     add("--shapes", nargs="+", choices=NUM_ROWS, default=list(LLAMAS))
     add("--sequences", type=count, help=f"rows; by default {NUM_ROWS}")
+    add("--lora-rank", type=int, default=0, help="of adapters, which alone are trained; none")
     return flags.parse_args(arguments)
 
 

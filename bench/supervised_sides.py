@@ -35,7 +35,11 @@ from tandem.types import PairRow, TokenBatch, TokenRow
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingWork:
-    """A few optimizer steps of one stage over ragged rows (or pairs of them)."""
+    """A few optimizer steps of one stage over ragged rows (or pairs of them).
+
+    lora_rank: of adapters on every linear layer but the head, over frozen weights (`packed.py`
+        alone); 0: all weights are trained.
+    """
 
     stage: Literal["sft", "reward"] = "sft"
     shape: Shape
@@ -47,6 +51,7 @@ class TrainingWork:
     device: Literal["cpu", "cuda"] = "cpu"
     prompt_tokens: tuple[int, int] = (32, 64)
     max_answer_tokens: int = 128
+    lora_rank: int = 0
     seed: int = 1
 
 

@@ -17,7 +17,7 @@ from bench.supervised_sides import TrainingWork, training_start
 from tandem.types import TokenBatch
 
 
-def work_of(micro_batch_tokens: int = 40) -> TrainingWork:
+def work_of(micro_batch_tokens: int = 40, lora_rank: int = 0) -> TrainingWork:
     return TrainingWork(
         shape=tiny(SHAPES["llama-22m"]),
         num_steps=1,
@@ -25,17 +25,24 @@ def work_of(micro_batch_tokens: int = 40) -> TrainingWork:
         micro_batch_tokens=micro_batch_tokens,
         prompt_tokens=(2, 6),
         max_answer_tokens=12,
+        lora_rank=lora_rank,
     )
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [1, 40, 10_000])
-def test_both_sides_have_one_gradient_whatever_the_micro_batch(micro_batch_tokens: int) -> None:
-    work = work_of(micro_batch_tokens)
+@pytest.mark.parametrize(
+    ("micro_batch_tokens", "lora_rank"), [(1, 0), (40, 0), (10_000, 0), (40, 4)]
+)
+def test_both_sides_have_one_gradient_whatever_the_micro_batch(
+    micro_batch_tokens: int, lora_rank: int
+) -> None:
+    work = work_of(micro_batch_tokens, lora_rank)
     start = training_start(work)
     found = ready(
         {name: lambda kind=kind: kind(work, start) for name, kind in SIDES.items()}, SIDES
     )
     assert max(agreement(work, found, gradients, 1e-5).values()) < 1e-5
+    trained = len(gradients(found.sides["tandem"].model))
+    assert trained == (2 * 7 * 2 if lora_rank else 9 * 2 + 2)  # A and B; all but the tied head
 
 
 def test_the_gradient_is_of_the_answers_mean_cross_entropy() -> None:
