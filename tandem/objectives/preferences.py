@@ -38,6 +38,11 @@ class AnswerLogprobs:
         if self.reference is not None:
             require_same_shape(total=self.total, reference=self.reference)
 
+    def select(self, rows: Tensor) -> AnswerLogprobs:
+        """Some of the answers, which a (B,) bool or their numbers choose."""
+        reference = None if self.reference is None else self.reference[rows]
+        return AnswerLogprobs(self.total[rows], self.tokens[rows], reference)
+
     @property
     def mean(self) -> Tensor:
         """(B,) nats per token."""

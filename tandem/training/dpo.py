@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tandem.config.preferences import DPOConfig
 from tandem.objectives.preferences import AnswerLogprobs, PairLoss, pair_loss
+from tandem.training.evaluate import by_dataset, datasets_of_pairs
 from tandem.training.reference import ReferencedPolicy, halves, place_referenced
 from tandem.training.run_folder import Run
 from tandem.training.stage_data import StepRows
@@ -89,7 +90,7 @@ def pair_sums(
 def _evaluation(
     policy: ReferencedPolicy, pairs: Sequence[PairRow], settings: DPOConfig
 ) -> Callable[[], dict[str, float]]:
-    """Held-out loss, accuracy and margin of the implicit reward."""
+    """Held-out loss, accuracy and margin of the implicit reward, over all and per data set."""
     sides = [
         policy.heldout([pair.chosen for pair in pairs]),
         policy.heldout([pair.rejected for pair in pairs]),
@@ -99,11 +100,16 @@ def _evaluation(
         if not pairs:
             return {}
         chosen, rejected = (measure() for measure in sides)
-        result = loss_of_pairs(chosen, rejected, settings)
-        return {
-            "heldout_loss": float(result.loss) / len(pairs),
-            "heldout_accuracy": float(result.accuracy) / len(pairs),
-            "heldout_margin": float(result.chosen_reward - result.rejected_reward) / len(pairs),
-        }
+
+        def measure(some: Tensor) -> dict[str, float]:
+            result = loss_of_pairs(chosen.select(some), rejected.select(some), settings)
+            sums = {
+                "heldout_loss": result.loss,
+                "heldout_accuracy": result.accuracy,
+                "heldout_margin": result.chosen_reward - result.rejected_reward,
+            }
+            return {name: float(value) / int(some.sum()) for name, value in sums.items()}
+
+        return by_dataset(datasets_of_pairs(pairs), measure)
 
     return evaluate

@@ -25,7 +25,7 @@ from tandem.rewards.scoring import RewardFunctions
 from tandem.training.calibration import calibration_error
 from tandem.training.experience import ScoredAnswers, score_answers
 from tandem.training.rollout_source import RolloutSource, SingleTurn
-from tandem.types import GradedRow, PairRow, PromptRow, Rollout, TokenBatch, TokenRow
+from tandem.types import GradedRow, LabelledRow, PairRow, PromptRow, Rollout, TokenBatch, TokenRow
 
 
 def language_model_metrics(
@@ -73,25 +73,43 @@ def pair_margins(scorer: RewardScorer, pairs: Sequence[PairRow]) -> Tensor:
     )
 
 
+def by_dataset(
+    datasets: Sequence[str], measure: Callable[[Tensor], dict[str, float]]
+) -> dict[str, float]:
+    """Numbers of all held-out rows, and of each data set's under `name/data set` if there are
+    several.
+
+    Args:
+        datasets: of each of B rows.
+        measure: numbers of some rows, which a (B,) bool on the CPU marks.
+    """
+    found = measure(torch.ones(len(datasets), dtype=torch.bool))
+    if len(set(datasets)) > 1:
+        for dataset in sorted(set(datasets)):
+            own = measure(torch.tensor([other == dataset for other in datasets]))
+            found |= {f"{name}/{dataset}": value for name, value in own.items()}
+    return found
+
+
 def metrics_of_margins(margins: Tensor, pairs: Sequence[PairRow]) -> dict[str, float]:
     """Accuracy, margin and calibration of a reward model on pairs, over all and per data set."""
     if not pairs:
         return {}
-    names = [pair.chosen.source.dataset for pair in pairs]
-    metrics = _margin_metrics(margins, "")
-    if len(set(names)) > 1:
-        for name in sorted(set(names)):
-            chosen = torch.tensor([n == name for n in names], device=margins.device)
-            metrics |= _margin_metrics(margins[chosen], f"/{name}")
-    return metrics
+    margins = margins.cpu()
+    return by_dataset(datasets_of_pairs(pairs), lambda rows: _margin_metrics(margins[rows]))
 
 
-def _margin_metrics(margins: Tensor, suffix: str) -> dict[str, float]:
+def datasets_of_pairs(pairs: Sequence[PairRow]) -> list[str]:
+    """The data set of each."""
+    return [pair.chosen.source.dataset for pair in pairs]
+
+
+def _margin_metrics(margins: Tensor) -> dict[str, float]:
     wins = (margins > 0).float() + 0.5 * (margins == 0).float()
     return {
-        f"heldout_accuracy{suffix}": float(wins.mean()),
-        f"heldout_margin{suffix}": float(margins.mean()),
-        f"heldout_calibration_error{suffix}": calibration_error(margins),
+        "heldout_accuracy": float(wins.mean()),
+        "heldout_margin": float(margins.mean()),
+        "heldout_calibration_error": calibration_error(margins),
     }
 
 
@@ -108,14 +126,16 @@ def grade_metrics(
     """
     if not rows:
         return {}
-    names = [row.answer.source.dataset for row in rows]
     standard, scores = standardized_grades(rows, scales), scores.cpu()
-    metrics = _grade_metrics(scores, standard, bool(scales), "")
-    if len(set(names)) > 1:
-        for name in sorted(set(names)):
-            chosen = torch.tensor([other == name for other in names])
-            metrics |= _grade_metrics(scores[chosen], standard[chosen], bool(scales), f"/{name}")
-    return metrics
+    return by_dataset(
+        datasets_of_answers(rows),
+        lambda some: _grade_metrics(scores[some], standard[some], bool(scales)),
+    )
+
+
+def datasets_of_answers(rows: Sequence[GradedRow | LabelledRow]) -> list[str]:
+    """The data set of each."""
+    return [row.answer.source.dataset for row in rows]
 
 
 def heldout_grade_metrics(scorer: RewardScorer, rows: Sequence[GradedRow]) -> dict[str, float]:
@@ -130,7 +150,7 @@ def heldout_grade_metrics(scorer: RewardScorer, rows: Sequence[GradedRow]) -> di
 def standardized_grades(rows: Sequence[GradedRow], scales: Mapping[str, Scale]) -> Tensor:
     """(B,) float32: grades on the scale of their data set. Those of one that was not learned from
     are put on their own: data sets are never compared in raw grades."""
-    names = [row.answer.source.dataset for row in rows]
+    names = datasets_of_answers(rows)
     grades = torch.tensor([row.grade for row in rows], dtype=torch.float64)
     standard = torch.zeros(len(rows))
     for name in dict.fromkeys(names):
@@ -141,15 +161,13 @@ def standardized_grades(rows: Sequence[GradedRow], scales: Mapping[str, Scale]) 
     return standard
 
 
-def _grade_metrics(
-    scores: Tensor, standard: Tensor, is_regression: bool, suffix: str
-) -> dict[str, float]:
+def _grade_metrics(scores: Tensor, standard: Tensor, is_regression: bool) -> dict[str, float]:
     found = {
         "heldout_grade_correlation": pearson(scores, standard),
         "heldout_grade_rank_correlation": spearman(scores, standard),
         "heldout_grade_explained": explained(scores, standard) if is_regression else None,
     }
-    return {f"{name}{suffix}": value for name, value in found.items() if value is not None}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def answer_metrics(rollout: Rollout, answers: ScoredAnswers) -> dict[str, float]:

@@ -17,6 +17,7 @@ from tandem.engine.forward import response_logprobs, scored
 from tandem.errors import DataError
 from tandem.models.modes import evaluating
 from tandem.objectives.preferences import AnswerLogprobs, KTOLoss, kto_baseline, kto_loss
+from tandem.training.evaluate import by_dataset, datasets_of_answers
 from tandem.training.reference import ReferencedPolicy, place_referenced
 from tandem.training.run_folder import Run
 from tandem.training.stage_data import StepRows
@@ -45,21 +46,25 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
             labels = torch.tensor([row.is_desirable for row in part], device=run.device)
             answers = policy.logprobs([row.answer for row in part])
             result = _loss(answers, labels, baseline, settings)
-            chosen = scale[True] * result.desirable_reward
-            rejected = scale[False] * result.undesirable_reward
-            return result.loss, {
-                "implicit_reward_chosen": chosen,
-                "implicit_reward_rejected": rejected,
-                "implicit_reward_margin": chosen - rejected,
-            }
+            metrics: dict[str, Tensor] = {}
+            if True in scale:
+                metrics["implicit_reward_chosen"] = scale[True] * result.desirable_reward
+            if False in scale:
+                metrics["implicit_reward_rejected"] = scale[False] * result.undesirable_reward
+            if len(scale) == 2:
+                chosen, rejected = metrics.values()
+                metrics["implicit_reward_margin"] = chosen - rejected
+            return result.loss, metrics
 
         return loss
 
     def per_step(batch: Sequence[LabelledRow]) -> tuple[Loss[LabelledRow], Mapping[str, float]]:
         baseline = measure_baseline(policy, batch)
         good = sum(row.is_desirable for row in batch)
-        # Sums are divided by all rows, but an implicit reward is the mean of its own label's.
-        scale = {True: len(batch) / max(1, good), False: len(batch) / max(1, len(batch) - good)}
+        counts = {True: good, False: len(batch) - good}
+        # Sums are divided by all rows, but an implicit reward is the mean of its own label's: none
+        # of a label that the step does not have.
+        scale = {label: len(batch) / count for label, count in counts.items() if count}
         metrics = {"kto_baseline": baseline, "desirable_share": good / len(batch)}
         return loss_around(baseline, scale), metrics
 
@@ -150,23 +155,29 @@ def _loss(answers: AnswerLogprobs, labels: Tensor, baseline: float, settings: KT
 def _evaluation(
     policy: ReferencedPolicy, rows: Sequence[LabelledRow], settings: KTOConfig
 ) -> Callable[[], dict[str, float]]:
-    """Held-out loss, and how far the implicit reward tells good answers from bad ones."""
+    """Held-out loss, and how far the implicit reward tells good answers from bad ones, over all and
+    per data set; the baseline is that of all."""
     measure = policy.heldout([row.answer for row in rows])
     labels = torch.tensor([row.is_desirable for row in rows], dtype=torch.bool)
 
     def evaluate() -> dict[str, float]:
         if not rows:
             return {}
-        answers = measure()
-        result = _loss(answers, labels, measure_baseline(policy, rows), settings)
-        found = {"heldout_loss": float(result.loss) / len(rows)}
-        good, bad = answers.log_ratio[labels], answers.log_ratio[~labels]
-        if len(good) and len(bad):
-            margins = good[:, None] - bad
-            wins = (margins > 0).float() + 0.5 * (margins == 0).float()
-            found["heldout_accuracy"] = float(wins.mean())
-            found["heldout_margin"] = settings.beta * float(margins.mean())
-        return found
+        answers, baseline = measure(), measure_baseline(policy, rows)
+
+        def measured(some: Tensor) -> dict[str, float]:
+            own, own_labels = answers.select(some), labels[some]
+            result = _loss(own, own_labels, baseline, settings)
+            found = {"heldout_loss": float(result.loss) / len(own_labels)}
+            good, bad = own.log_ratio[own_labels], own.log_ratio[~own_labels]
+            if len(good) and len(bad):
+                margins = good[:, None] - bad
+                wins = (margins > 0).float() + 0.5 * (margins == 0).float()
+                found["heldout_accuracy"] = float(wins.mean())
+                found["heldout_margin"] = settings.beta * float(margins.mean())
+            return found
+
+        return by_dataset(datasets_of_answers(rows), measured)
 
     return evaluate
 

@@ -21,6 +21,9 @@ from tandem.objectives.grades import Scale
 from tandem.text import counted, visible
 from tandem.training.compare import answer
 from tandem.training.evaluate import (
+    by_dataset,
+    datasets_of_answers,
+    datasets_of_pairs,
     grade_metrics,
     metrics_of_margins,
     pair_margins,
@@ -90,10 +93,14 @@ def evaluated(
         scorer.model.eval()
         scores = scorer.raw_rows([row.answer for row in graded]).cpu()
         found |= grade_metrics(scores, graded, scales)
+    losses, datasets = softplus(-margins).cpu(), datasets_of_pairs(pairs)
     if scales and graded:
-        errors = scores - standardized_grades(graded, scales)
-        return {"heldout_loss": float(errors.square().mean()), **found}
-    return {"heldout_loss": float(softplus(-margins).mean()), **found} if pairs else found
+        losses = (scores - standardized_grades(graded, scales)).square()
+        datasets = datasets_of_answers(graded)
+    if not datasets:
+        return found
+    loss = by_dataset(datasets, lambda some: {"heldout_loss": float(losses[some].mean())})
+    return {**loss, **found}
 
 
 def grade_lines(rows: StepRows, scales: Mapping[str, Scale]) -> list[str]:
