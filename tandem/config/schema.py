@@ -155,7 +155,7 @@ class RLConfig:
     """Weight of the entropy bonus in the policy's objective."""
     early_stop_kl: float = knob(0.1, ge=0)
     """Skip the remaining updates of a rollout when the KL from the policy that sampled it, in nats
-    per token, exceeds this; 0 is off."""
+    per token of the answers that the update read (metric policy_kl), exceeds this; 0 is off."""
     reward_model_weight: float = knob(1.0, ge=0)
     """Weight of the reward model's normalized score."""
     reward_function: tuple[str, ...] = knob((), common=RL, path=True)

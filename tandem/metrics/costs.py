@@ -11,8 +11,10 @@ COSTS = grouped("cost",
         "Wall time of a phase since the last log line; `step` is all of it.", members=PHASES,
         title="Time"),
     Metric("tokens_per_second/*", "tokens/s", FAMILIES, "higher",
-        "Tokens per second of a phase, padding excluded: `generate` counts sampled tokens, the "
-        "other phases all tokens that they process.", members=PHASES, chart="Speed"),
+        "Tokens per second of a phase, padding excluded: `generate` counts sampled tokens, `score` "
+        "those of all answers and prompts, also where a function alone scores them, the other "
+        "phases all tokens that they process, those of mixed texts among them.",
+        members=PHASES, chart="Speed"),
     Metric("samples_per_second/*", "samples/s", FAMILIES, "higher",
         "Sequences per second of a phase; rows (pairs, rankings, answers) in stages on pairs.",
         members=PHASES),

@@ -128,7 +128,9 @@ METRICS: tuple[Metric, ...] = (
     *grouped("reward",
         Metric("reward", "normalized reward", _RL, "higher",
             "Mean score of the step's answers as the policy is trained on it: normalized, clipped, "
-            "missing-EOS penalty subtracted, then grpo.overlong_penalty; KL not included.",
+            "missing-EOS penalty subtracted, then grpo.overlong_penalty; KL not included. With "
+            "scoring.combine `group` the weighted sum that `sum` would give: what trains then has "
+            "mean 0 in every step, and is the answers' `reward` in answers.jsonl.",
             "rises; 1 is one standard deviation of the SFT policy's scores",
             chart="Reward after penalty and clipping", column="reward"),
         Metric("reward_before_penalty", "normalized reward", _RL, "higher",
@@ -158,9 +160,10 @@ METRICS: tuple[Metric, ...] = (
             "Answers that one reward did not score: it returned None, or failed.",
             "0, unless it skips answers on purpose", title="Reward, share of None"),
         Metric("groups_without_signal", "share", _RL, "lower",
-            "Prompts whose answers all score alike, of all prompts that the step answered: without "
-            "a critic these teach nothing.", "below 0.7; near 1 the prompts are too easy or too "
-            "hard", chart="Groups without signal", column="flat"),
+            "Prompts whose answers all score alike, of all prompts that the step answered. With a "
+            "baseline of the group's own scores they teach nothing, if no KL, entropy or whitening "
+            "does.", "below 0.7; near 1 the prompts are too easy or too hard",
+            chart="Groups without signal", column="flat"),
         Metric("sampling_rounds", "ratio", _RL, "lower",
             "Prompts that the step answered until enough groups had a signal, over those it began "
             "with (at most grpo.sampling_rounds)."),
@@ -195,17 +198,21 @@ METRICS: tuple[Metric, ...] = (
             "Wall time that one reward function took for the step's answers.",
             title="Reward, time"),
         Metric("reward_clipped", "share", _RL, "lower",
-            "Answers whose score reward_clip clipped.", "below 0.05"),
+            "Answers whose score reward_clip clipped (with scoring.combine `group`: would clip in "
+            "`reward`).", "below 0.05"),
         Metric("shaped_return", "normalized reward", _RL, "higher",
-            "Sum of an answer's rewards, mean over answers: its score minus kl_coef times KL where "
-            "the KL is in the reward.", "rises: the gain is worth its KL",
+            "Sum of an answer's rewards, mean over the answers that are learned from (with "
+            "grpo.sampling_rounds not all of `reward`'s): its score minus, where the KL is in the "
+            "reward, kl_coef times it by ppo.kl_estimator. 0 with scoring.combine `group`.",
+            "rises: the gain is worth its KL",
             source="arXiv:2203.02155"),
     ),
     *grouped("kl",
         Metric("kl", "nats per answer", _RL, "",
             "KL from the reference to the sampling policy: log-ratio (k1) summed over an answer's "
-            "tokens, mean over answers.", "0 at step 1, then grows slowly to 1 to 20; never "
-            "clearly negative", source="http://joschu.net/blog/kl-approx.html",
+            "tokens, mean over answers. Of both models' whole distributions at the temperature, so "
+            "with top_p, top_k, min_p or penalties, which draw from another, it is biased.",
+            "0 at step 1, then grows slowly to 1 to 20; never clearly negative", source="http://joschu.net/blog/kl-approx.html",
             title="KL to the reference", chart="KL to the reference", column="kl"),
         Metric("kl_per_token", "nats per token", _RL, "", "`kl` as a mean over response tokens."),
         Metric("kl_coef", "ratio", _RL, "",
@@ -214,8 +221,9 @@ METRICS: tuple[Metric, ...] = (
             "KL term of the loss before its weight, where ppo.kl_in is `loss` or grpo.kl is in the "
             "loss."),
         Metric("policy_kl", "nats per token", _RL, "",
-            "KL between the sampling policy and the updated one (k3), mean over minibatches; "
-            "ppo.early_stop_kl stops the step's updates by it.", "0.0001 to 0.05",
+            "KL between the sampling policy and the updated one (k3), per response token of the "
+            "answers that the updates read (`answers_learned`), mean over updates; early_stop_kl "
+            "stops the step's updates by it.", "0.0001 to 0.05",
             source="http://joschu.net/blog/kl-approx.html", title="KL of the update",
             chart="KL of the update", line="from the sampling policy"),
         Metric("ratio_gap_before_update", "nats", _RL, "lower",
@@ -249,8 +257,9 @@ METRICS: tuple[Metric, ...] = (
             "Longest answer of the step.", title="Longest answer", chart="Answer length",
             line="longest"),
         Metric("eos_rate", "share", _RL, "higher",
-            "Finished answers, those that end with a stop token; the others were cut off at the "
-            "length limit.", "above 0.9, and not falling", title="Finished answers (EOS rate)",
+            "Finished answers, those that end with a stop token or a text of "
+            "sampling.stop_strings; the others were cut off at the length limit.",
+            "above 0.9, and not falling", title="Finished answers (EOS rate)",
             chart="Finished answers (EOS rate)", column="eos"),
     ),
     *grouped("update",
@@ -279,14 +288,16 @@ METRICS: tuple[Metric, ...] = (
             "Mean difference between the scores of the better and the worse answer of a pair "
             "(online DPO).", "above 0"),
         Metric("value_loss", "reward units squared", _RL, "lower",
-            "Half the (clipped) squared error of the critic, mean per response token.",
+            "Half the (clipped) squared error of the critic, mean per response token of an update, "
+            "then over the step's updates, of which a short last one counts as much.",
             "falls, then follows the policy", chart="Value loss"),
         Metric("entropy", "nats per token", _RL, "",
             "Entropy of the policy's next-token distribution, mean over response tokens.",
             "falls slowly; stays above 10 % of its start", chart="Entropy", column="entropy"),
         Metric("clip_fraction", "share", _RL, "",
-            "Response tokens whose gradient the bounds of the ratio cut: ppo.clip_ratio, or "
-            "grpo.clip_low and grpo.clip_high.", "0.01 to 0.2",
+            "Response tokens, of all answers of an update, whose gradient the bounds of the ratio "
+            "cut: ppo.clip_ratio, or grpo.clip_low and grpo.clip_high. Mean over the step's "
+            "updates.", "0.01 to 0.2",
             chart="Clipped tokens", line="policy", column="clip"),
         Metric("clip_fraction_low", "share", _RL, "",
             "Response tokens whose gradient the lower bound of the ratio cut, where the advantage "
@@ -296,20 +307,25 @@ METRICS: tuple[Metric, ...] = (
             "is positive (CISPO: whose weight its cap lowered; also those past "
             "grpo.dual_clip).", "0 to 0.1", chart="Clipped tokens", line="above"),
         Metric("answers_learned", "share", _RL, "",
-            "Answers of the updates that the actor's forward and backward read; without a critic "
-            "those of groups without signal are not, as their gradient is exactly 0. 0 where no "
-            "answer is in the loss (grpo.overlong_filter).", "1 - groups_without_signal"),
+            "Answers of the updates that the actor's forward and backward read. Those whose "
+            "advantages are 0 are left out without a critic and KL or entropy in the loss. 0 where "
+            "no answer is in the loss (grpo.overlong_filter).",
+            "1 - groups_without_signal where those are left out, else 1"),
         Metric("value_clip_fraction", "share", _RL, "",
-            "Response tokens whose value changed by more than ppo.value_clip.", "below 0.3",
+            "Response tokens whose gradient ppo.value_clip cut: the value changed by more than it, "
+            "and the clipped error is the larger.", "below 0.3",
             chart="Clipped tokens", line="value"),
-        Metric("ratio_mean", "ratio", _RL, "", "Mean policy ratio over updates.", "0.98 to 1.02"),
-        Metric("ratio_max", "ratio", _RL, "", "Largest policy ratio of any token.", "below 10"),
+        Metric("ratio_mean", "ratio", _RL, "", "Mean policy ratio per response token of the "
+            "answers that the updates read, over updates.", "0.98 to 1.02"),
+        Metric("ratio_max", "ratio", _RL, "", "Largest policy ratio of any response token "
+            "that the updates read.", "below 10"),
         Metric("explained_variance", "share", _RL, "higher",
             "1 - Var(returns - values) / Var(returns), before the updates: 1 is a perfect critic, "
             "0 one that predicts only the mean.", "rises from about 0 to between 0.5 and 0.9",
             chart="Explained variance", line="critic", column="ev"),
         Metric("advantage_mean", "reward units", _RL, "",
-            "Mean advantage over response tokens, before whitening.",
+            "Mean advantage over response tokens, before whitening; after grpo.advantage_scale "
+            "group-std or batch-std, which make it a number of standard deviations.",
             "near 0 once the critic is accurate"),
         Metric("advantage_std", "reward units", _RL, "",
             "Standard deviation of the advantages over response tokens, before whitening.",
@@ -324,9 +340,11 @@ METRICS: tuple[Metric, ...] = (
             "Global L2 norm of the critic's gradient before clipping, mean over updates.", "steady",
             chart="Gradient norm", line="critic"),
         Metric("actor_learning_rate", "ratio", _RL, "",
-            "Learning rate of the actor.", chart="Learning rate", line="actor"),
+            "Learning rate of the actor, mean over the step's updates.", chart="Learning rate",
+            line="actor"),
         Metric("critic_learning_rate", "ratio", _RL, "",
-            "Learning rate of the critic.", chart="Learning rate", line="critic"),
+            "Learning rate of the critic, mean over the step's updates.", chart="Learning rate",
+            line="critic"),
         Metric("epochs_done", "passes", _RL, "",
             "Passes over the rollout; a fraction if ppo.early_stop_kl stopped them early.",
             "ppo.epochs"),

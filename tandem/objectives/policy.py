@@ -98,7 +98,7 @@ def capped_reinforce_loss(
     log_ratio = _log_ratio(logprobs, old_logprobs, advantages, response_mask)
     ratio = log_ratio.exp()
     surrogate = ratio.detach().clamp(max=max_ratio) * advantages * logprobs
-    is_high = ratio > max_ratio
+    is_high = (ratio > max_ratio) & (advantages != 0)
     nowhere = torch.zeros_like(is_high)
     return _summed(surrogate, response_mask, token_weights, log_ratio, ratio, nowhere, is_high)
 
@@ -202,7 +202,7 @@ def _summed(
             kl=masked_sum(torch.expm1(log_ratio) - log_ratio, mask),
             ratio=masked_sum(ratio, mask),
             abs_log_ratio=masked_sum(log_ratio.abs(), mask),
-            max_ratio=ratio.amax(),
+            max_ratio=ratio.masked_fill(~mask, 0.0).amax(),
         )
 
 

@@ -18,6 +18,7 @@ from tandem.training.dynamic_sampling import Answered, MorePrompts, Refill, in_r
 from tandem.training.experience import ScoredAnswers, score_answers
 from tandem.training.operations import generation_flops
 from tandem.training.rollout_source import RolloutSource, SingleTurn
+from tandem.training.step_metrics import count_rows
 from tandem.types import PromptRow, Rollout
 
 
@@ -69,8 +70,7 @@ class Answering:
             phase.flops = generation_flops(self._engine, rollout)
         with self._phases("score") as phase:
             scored = self._scored(rollout)
-            phase.samples = len(rollout)
-            phase.tokens = int(rollout.batch.attention_mask.sum())
+            count_rows(phase, rollout.batch)
         return rollout, scored
 
     def with_signal(

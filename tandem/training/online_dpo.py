@@ -51,7 +51,7 @@ from tandem.training.rollout_source import RolloutSource, SingleTurn
 from tandem.training.run_folder import Run
 from tandem.training.stage_data import StepRows
 from tandem.training.stage_loop import StageJob, StepLoop
-from tandem.training.step_metrics import Means
+from tandem.training.step_metrics import Means, count_rows
 from tandem.types import Experience, PromptRow, TokenBatch
 
 _NOT_OURS = ("advantage_", "shaped_return", "kl_coef", "groups_without_signal")
@@ -172,8 +172,7 @@ class OnlineDPO:
             )
             shaped = shaped_rewards(rollout, scored, engine, algorithm, kl_coef=0.0)
             experience = shaped.with_advantages(algorithm)
-            phase.samples = len(rollout)
-            phase.tokens = int(rollout.batch.attention_mask.sum())
+            count_rows(phase, rollout.batch)
             phase.flops = scoring_flops(engine, rollout, experience)
         ours = {n: v for n, v in experience.metrics.items() if not n.startswith(_NOT_OURS)}
         return replace(experience, metrics=ours)
@@ -204,8 +203,7 @@ class OnlineDPO:
                     log.count("updates")
                     if engine.ema is not None:
                         engine.ema.update()
-                phase.samples += len(part)
-                phase.tokens += int(part.batch.on_host().attention_mask.sum())
+                count_rows(phase, part.batch)
                 phase.flops += update_flops(engine, part.batch, actor=True)
         return log.means()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch import nn
 
 from tandem.checkpoint.state import SavedState
 from tandem.config.rules import warmup_problem
-from tandem.config.schema import GRPOConfig, PPOConfig, rl_section
+from tandem.config.schema import GRPOConfig, PPOConfig, RunConfig, SamplingConfig, rl_section
 from tandem.config.stages import rl_stage
 from tandem.data.loader import BatchOrder, permutation
 from tandem.engine.hybrid import RLHFEngine
@@ -33,6 +33,12 @@ from tandem.training.saving import Rendered, save_anywhere, save_policy, with_te
 from tandem.training.stage_data import StepRows
 from tandem.training.stage_loop import StageJob, StepLoop
 from tandem.types import Experience, PromptRow
+
+_BENDING = (
+    *("top_p", "top_k", "min_p", "min_new_tokens"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+"""Knobs of sampling that draw from another distribution than the policy's at the temperature."""
 
 
 def prepare(run: Run, rows: StepRows) -> StageJob:
@@ -187,6 +193,8 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
             f"{', '.join(rl.reward_function)}'s too "
             f"(--{section}.reward-clip 0: none)"
         )
+    for note in notes_on_kl(config, has_reference=rl.has_reference):
+        run.print_line(f"{stage}: {note}")
     for what, function in (("loss", rl.loss_function), ("advantages", rl.advantage_function)):
         if function and not isinstance(rl, GRPOConfig):  # whose line says so
             run.print_line(f"{stage}: {what} by {function}")
@@ -210,6 +218,29 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
         more_prompts=partial(more_prompts, rows.prompts, config.seed),
         print_line=run.print_line,
     )
+
+
+def notes_on_kl(config: RunConfig, *, has_reference: bool) -> Iterator[str]:
+    """What a KL to the reference then is not."""
+    if not has_reference:
+        return
+    sampling, default, rl = config.sampling, SamplingConfig(), rl_section(config)
+    bends = [
+        f"--sampling.{name.replace('_', '-')} {getattr(sampling, name):g}"
+        for name in _BENDING
+        if getattr(sampling, name) != getattr(default, name)
+    ]
+    if bends or sampling.logit_bias:
+        bends += ["--sampling.logit-bias"] * bool(sampling.logit_bias)
+        yield (
+            f"kl compares whole distributions along answers that are not drawn from them "
+            f"({', '.join(bends)}): it may be far too low, or negative"
+        )
+    if isinstance(rl, PPOConfig) and rl.kl_in == "reward" and rl.kl_estimator in ("k2", "k3"):
+        yield (
+            f"{rl.kl_estimator} in the reward has another gradient than the KL's; that of "
+            "--ppo.kl-estimator k1 is right"
+        )
 
 
 def more_prompts(

@@ -47,7 +47,7 @@ from tandem.training.operations import batch_flops, scoring_flops, update_flops
 from tandem.training.rehearsal import rehearse_updates
 from tandem.training.reward_function import GivenRewards, rewards_of
 from tandem.training.rollout_source import RolloutSource
-from tandem.training.step_metrics import Means
+from tandem.training.step_metrics import Means, count_rows
 from tandem.types import Experience, PromptRow, TokenBatch, TokenRow
 
 RATIO_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -225,14 +225,14 @@ class PPOTrainer:
                 rows = self._with_gradient(minibatch)
                 if len(rows):
                     learned = minibatch.batch.select(rows)
-                    phase.samples += len(learned)
-                    phase.tokens += int(learned.on_host().attention_mask.sum())
+                    count_rows(phase, learned)
                     phase.flops += update_flops(
                         engine, learned, actor=trains_actor, replayed=states is not None
                     )
                 states = None
                 if trains_actor and self._has_ptx:
                     texts = self._ptx_batch(step, number)
+                    count_rows(phase, texts)
                     phase.flops += batch_flops(engine.actor, texts, backward=True)
                 taken += 1
                 if stop:
@@ -300,8 +300,10 @@ class PPOTrainer:
 
         lengths = learned.batch.on_host().lengths().tolist()
         answers = LossTerm(lengths, units, loss, batch=learned.batch)
-        # The loss has its own denominator; metrics are means over the tokens of the forward.
+        # The loss has its own denominator; metrics are means over the tokens of the forward. What
+        # it leaves out has an advantage of 0, which no bound cuts: that share is of all tokens.
         per_token = units / learned.batch.num_response_tokens
+        of_all = units / int(mask.sum())
         learning_rate = learner.learning_rate
         # Texts alone move the policy too, where no answer has a gradient.
         is_first = not (log.has("ratio_gap_before_update") or log.has("ptx_loss"))
@@ -312,7 +314,7 @@ class PPOTrainer:
         del means["loss"]
         for name in ("policy_loss", "rank_idle"):
             log.add(name, means.pop(name))
-        means = {name: value * per_token for name, value in means.items()}
+        means = {n: v * (of_all if "clip" in n else per_token) for n, v in means.items()}
         gap = means.pop("ratio_gap")
         if is_first:
             self.first_update.has_measured = True

@@ -6,7 +6,8 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 
-from tandem.types import Experience
+from tandem.metrics.timing import Phase
+from tandem.types import Experience, TokenBatch
 
 
 def spreads(experience: Experience) -> dict[str, list[float]]:
@@ -55,6 +56,12 @@ class Means:
         """All of them, by name."""
         means = {name: sum(values) / len(values) for name, values in self._values.items()}
         return {**means, **self._largest, **self._counts}
+
+
+def count_rows(phase: Phase, batch: TokenBatch) -> None:
+    """Add rows, and their tokens without padding, to what a phase has processed."""
+    phase.samples += len(batch)
+    phase.tokens += int(batch.on_host().attention_mask.sum())
 
 
 def finite(figures: Mapping[str, float]) -> dict[str, float]:

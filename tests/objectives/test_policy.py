@@ -75,6 +75,8 @@ def test_policy_loss_of_an_unchanged_policy() -> None:
     assert result.abs_log_ratio.item() == 0.0
     assert result.ratio.item() == mask.sum().item()
     assert result.max_ratio.item() == 1.0
+    less = policy_loss(logprobs - 0.5, logprobs, adv, mask, clip_low=0.2, clip_high=0.2)
+    assert less.max_ratio.item() == pytest.approx(math.exp(-0.5))  # other places have none
 
 
 def test_the_clip_stops_the_gradient_only_where_it_would_go_further() -> None:
@@ -158,6 +160,7 @@ def test_the_dual_clip_equals_a_slow_loop(seed: int) -> None:
 @given(st.integers(0, 2**31))
 def test_cispo_equals_a_slow_loop_and_cuts_no_gradient(seed: int) -> None:
     new, old, advantages, mask, weights = drawn(seed)
+    advantages[0] = 0.0  # what has no weight loses none
     leaf = new.clone().requires_grad_()
     found = capped_reinforce_loss(leaf, old, advantages, mask, max_ratio=1.3, token_weights=weights)
     found.loss.backward()
@@ -168,7 +171,7 @@ def test_cispo_equals_a_slow_loop_and_cuts_no_gradient(seed: int) -> None:
         weight = float(weights[row, t]) * min(ratio, 1.3) * float(advantages[row, t])
         total -= weight * float(new[row, t])
         gradient[row, t] = -weight
-        high += ratio > 1.3
+        high += ratio > 1.3 and advantages[row, t] != 0
     assert found.loss.item() == pytest.approx(total, abs=1e-3)
     assert (int(found.clipped_low), int(found.clipped_high)) == (0, high)
     assert leaf.grad is not None

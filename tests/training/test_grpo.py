@@ -123,8 +123,9 @@ def test_groups_without_signal_are_not_read_and_change_nothing(
     algorithm: str, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(
-        tmp_path, tiny_model, grpo={"algorithm": algorithm, "minibatch_size": 24}, seed=5
-    )
+        tmp_path, tiny_model, seed=5,
+        grpo={"algorithm": algorithm, "minibatch_size": 24, "epochs": 2, "cispo_max_ratio": 1.01},
+    )  # fmt: skip
     made, skipping = learned(config)
     flat = made.metrics["groups_without_signal"]
     assert 0 < flat < 1
@@ -135,6 +136,9 @@ def test_groups_without_signal_are_not_read_and_change_nothing(
     for name, value in reading["weights"].items():
         torch.testing.assert_close(skipping["weights"][name], value, atol=2e-5, rtol=1e-4)
     assert skipping["policy_loss"] == pytest.approx(reading["policy_loss"], abs=1e-6)
+    assert reading["clip_fraction"] > 0
+    for name in ("clip_fraction", "clip_fraction_low", "clip_fraction_high"):
+        assert skipping[name] == pytest.approx(reading[name], abs=1e-6)
     assert skipping["actor_grad_norm"] == pytest.approx(reading["actor_grad_norm"], rel=1e-4)
 
 
@@ -458,6 +462,10 @@ def test_texts_may_move_the_policy_before_the_first_answers_do(
     metrics = trainer.train_rlhf(replace(made, advantages=advantages), step=1)
     assert metrics["updates"] == 2
     assert "ratio_gap_before_update" not in metrics
+    read = int(made.batch.attention_mask.sum() - made.batch.attention_mask[first].sum())
+    mixed = 2 * config.grpo.ptx_batch_size * 4
+    rates = trainer.phases.metrics()
+    assert rates["tokens_per_second/train"] * rates["seconds/train"] == pytest.approx(read + mixed)
 
 
 def test_where_no_group_has_a_signal_the_scored_answers_are_left(

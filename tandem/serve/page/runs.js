@@ -172,7 +172,7 @@ export async function runsView(holder, query, { remember, left }) {
     show(parts.models, found.map((run) => {
       const rates = run.win_rates || [];
       if (!rates.length) return "";
-      return [h("h2", {}, `Win rates, ${run.id}`), h("p", { class: "soft small" }, "Share of held-out prompts on which a model's answer scores higher; a tie counts half. The interval is Wilson's at 95 %."),
+      return [h("h2", {}, `Win rates, ${run.id}`), h("p", { class: "soft small" }, "Share of held-out prompts whose answer (where a model has several, their mean) scores higher; a tie counts half. The interval is Wilson's at 95 %."),
         h("div", { class: "panel scroll", tabindex: 0, role: "group", "aria-label": "Win rates" }, h("table", {}, h("thead", {}, h("tr", {}, ["model", "against", "wins, ties, losses", "win rate", "interval"].map((head) => h("th", { scope: "col" }, head)))),
           h("tbody", {}, rates.map((rate) => h("tr", {}, h("th", { scope: "row" }, rate.model), h("td", {}, rate.against), h("td", {}, `${rate.wins}, ${rate.ties}, ${rate.losses}`),
             h("td", {}, `${percent(rate.rate)} (${percent(rate.low)} to ${percent(rate.high)})`), h("td", {}, intervalBar(rate)))))))];
