@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -234,8 +234,11 @@ def rehearse(budget: MicroBatchBudget, learner: Learner, loss: Callable[[int], T
         OutOfMemoryError: it does not fit.
     """
 
+    quantized = learner.shards.quantized
+
     def work() -> None:
-        with budget.reserving_states(learner):
+        trial = nullcontext() if quantized is None else quantized.trial()
+        with budget.reserving_states(learner), trial:
             learner.backward(loss(budget.tokens), 1.0, weight=0.0)
         learner.forget()
 

@@ -7,7 +7,8 @@ run on the current stream and return no handle.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -171,6 +172,17 @@ class QuantizedReduceScatter(_Allocates):
             if hop.keeps_residual
         }
 
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Within: sums that nobody will use, which must leave `residuals` as they are."""
+        for hop in self._hops:
+            hop.is_trial = True
+        try:
+            yield
+        finally:
+            for hop in self._hops:
+                hop.is_trial = False
+
     def restore(self, residuals: dict[str, Tensor]) -> None:
         """Continue from `residuals` of an earlier run; an empty mapping starts again from zero, as
         one must when the gradients' unit changes, by another loss scale say."""
@@ -211,6 +223,7 @@ class _Hop:
         self.keeps_residual = keeps_residual and group is not None
         self._message: Message | None = None
         self.residual: Tensor | None = None
+        self.is_trial = False  # what is sent comes to nothing: the residual stays for the next
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
 
@@ -241,8 +254,10 @@ class _Hop:
                 f"{tuple(rows.shape)} after {tuple(self.residual.shape)}. Make one object per "
                 "unit, or restore({}) when other parameters are trained."
             )
-        wanted = self.residual.add_(rows)
+        wanted = rows.float() if self.is_trial else self.residual.add_(rows)
         message = self._message.write(wanted)
+        if self.is_trial:
+            return message
         arrived = torch.empty_like(wanted)
         self._message.read_into(message, arrived)
         wanted.sub_(arrived).nan_to_num_(0.0, 0.0, 0.0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import cast
 
@@ -71,6 +72,14 @@ class QuantizedTraffic:
             for name, reducer in self._reducers.items()
             for hop, residual in reducer.residuals.items()
         }
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Within: gradients that nobody will use; the error feedback stays as it is."""
+        with ExitStack() as stack:
+            for reducer in self._reducers.values():
+                stack.enter_context(reducer.trial())
+            yield
 
     def _piece(self, name: str, rows: Tensor) -> DTensor:
         return DTensor.from_local(rows, self._meshes[name], [Shard(0)], run_check=False)
