@@ -18,7 +18,8 @@ def brevity(prompts, completions, **columns):
 
 def main(model: str, num_steps: int = 20, output: str = "runs/custom") -> list[float]:
     """Train MODEL to be brief; return the mean reward of every step."""
-    config = build_config({"ppo": {"prompts_per_step": 32}, "output_dir": output})
+    settings = {"actor_model": model, "ppo": {"prompts_per_step": 32}, "output_dir": output}
+    config = build_config(settings)
     engine = make_engine(config, model)
     trainer = PPOTrainer(engine, config, num_steps=num_steps, reward_function=brevity)
     questions = ["What is rain?", "Who are you?", "Name a colour.", "Is a cat an animal?"] * 8

@@ -53,7 +53,7 @@ from tandem.objectives.rewards import normalized_scores
 from tandem.ops import native
 from tandem.parallel.scaling import LossScaler
 from tandem.parallel.tensor import tensor_group
-from tandem.parallel.world import World
+from tandem.parallel.world import World, launched
 from tandem.types import PromptRow, Rollout, TokenBatch
 
 
@@ -107,7 +107,7 @@ class RLHFEngine:
             tokenizer, reward_tokenizer: required for models given as modules.
             has_critic, has_reference: False for an algorithm without them; they then take no
                 memory.
-            world: the ranks that share the work and the weights; this process alone if None.
+            world: the ranks that share work and weights; None: torchrun's, or this process alone.
         Raises:
             ConfigError: settings that contradict each other, or that these ranks cannot satisfy.
             ModelError: a model or tokenizer cannot be used.
@@ -117,7 +117,7 @@ class RLHFEngine:
         critic = str(critic) if isinstance(critic, Path) else critic
         reference = str(reference) if isinstance(reference, Path) else reference
         self.settings = settings
-        self.world = world or World(device=resolve_device(settings.device))
+        self.world = world or launched(settings.parallel, resolve_device(settings.device))
         self.device = self.world.device
         placement = Placement(settings, self.world)
         self.dtype = placement.dtype

@@ -7,6 +7,7 @@ of them are the identity, and torch.distributed is not used.
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tandem.config.parallel import ParallelConfig
 from tandem.errors import ConfigError
 
 Item = TypeVar("Item")
@@ -156,6 +158,24 @@ def join(device: torch.device, *, ranks_per_node: int = 0, timeout_minutes: floa
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
     return World(dist.get_rank(), size, local, device)
+
+
+def launched(parallel: ParallelConfig, device: torch.device) -> World:
+    """The ranks that torchrun's environment names, for a program that gives none; alone without
+    such an environment. They are left when the process ends.
+
+    Raises:
+        ConfigError: as `join`.
+    """
+    world = join(
+        device,
+        ranks_per_node=parallel.ranks_per_node,
+        timeout_minutes=parallel.timeout_minutes,
+    )
+    if world.size > 1:
+        atexit.unregister(leave)
+        atexit.register(leave)
+    return world
 
 
 def leave() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tandem.config.load import config_knobs, knob_value
 from tandem.config.schema import RunConfig
 from tandem.errors import ConfigError
 from tandem.parallel.world import World
 from tandem.text import counted, visible
+from tandem.types import PromptRow
 
 _SHOWN = 3
 """Knobs that a message names."""
@@ -43,6 +44,24 @@ def require_one_configuration(config: RunConfig, world: World) -> None:
         raise ConfigError(
             f"every node must have one configuration; got {shown}{more}. Start the same command "
             "with the same --config file on each."
+        )
+
+
+def require_same_prompts(prompts: Sequence[PromptRow], world: World) -> None:
+    """Refuse ranks that were given different prompts: each answers its share of what it takes for
+    everybody's. A collective.
+
+    Raises:
+        ConfigError: on every rank, another one has other prompts.
+    """
+    if world.size == 1:
+        return
+    told = world.all_gather_object(hash(tuple(prompt.token_ids for prompt in prompts)))
+    others = [rank for rank, digest in enumerate(told) if digest != told[0]]
+    if others:
+        raise ConfigError(
+            "every rank must be given the same prompts, which they share among themselves; got "
+            f"others on rank {others[0]} than on rank 0. Give each rank all of them."
         )
 
 

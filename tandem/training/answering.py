@@ -13,6 +13,7 @@ from tandem.engine.hybrid import RLHFEngine
 from tandem.generation.keeping import StateKeeper
 from tandem.metrics.timing import Phases
 from tandem.rewards.scoring import RewardFunctions
+from tandem.training.agreement import require_same_prompts
 from tandem.training.algorithm import Algorithm
 from tandem.training.dynamic_sampling import Answered, MorePrompts, Refill, in_rounds, refilled
 from tandem.training.experience import ScoredAnswers, score_answers
@@ -60,6 +61,7 @@ class Answering:
     ) -> Answered:
         """Answers to prompts, and their scores; `keeper` keeps the tokens' states if they are the
         engine's own rollout."""
+        require_same_prompts(prompts, self._engine.world)
         source = self.source
         with self._phases("generate") as phase:
             if keeper is not None and type(source) is SingleTurn:  # none with a collect of its own

@@ -42,7 +42,7 @@ from tandem.metrics.sinks import missing_trackers
 from tandem.models.checkpoint_ref import model_folders
 from tandem.models.load import load_tokenizer
 from tandem.parallel.watchdog import note
-from tandem.parallel.world import World
+from tandem.parallel.world import World, launched
 from tandem.rewards.scoring import named
 from tandem.text import counted
 from tandem.training.agreement import require_one_configuration
@@ -107,7 +107,8 @@ def train(
         callbacks: hear of rollouts, steps, evaluations and saves, and may stop the run.
         command: the command that repeats the run, for the report; by default with its config.yaml.
         print_line: shows a line to the user, on the first rank.
-        world: the ranks that run this together. None: one process.
+        world: the ranks that run this together. None: those that torchrun's environment names, or
+            one process.
     Returns:
         the run, whose folder (`run.path`) holds everything; `run.stopped` says why a callback
         stopped it.
@@ -119,7 +120,7 @@ def train(
     """
     check_config(config)
     keep_freed_memory()
-    world = world or World(device=resolve_device(config.device))
+    world = world or launched(config.parallel, resolve_device(config.device))
     require_one_configuration(config, world)
     world = find_folders(Path(config.output_dir), world)
     config, module = with_given(

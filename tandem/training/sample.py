@@ -40,7 +40,7 @@ from tandem.generation.stops import Stops
 from tandem.metrics.console import StageConsole
 from tandem.models.checkpoint_ref import model_folders
 from tandem.parallel.watchdog import note
-from tandem.parallel.world import World
+from tandem.parallel.world import World, launched
 from tandem.rewards.scoring import RewardFunctions
 from tandem.text import ignore_line, visible
 from tandem.training.conversation_trial import check_environment
@@ -80,7 +80,8 @@ def sample(
     """Write the rows that are still to come.
 
     Args:
-        world: the ranks that share the prompts. None: one process.
+        world: the ranks that share the prompts. None: those that torchrun's environment names, or
+            one process.
         print_line: shows a line to the user, on the first rank.
     Returns:
         what was counted, over all runs of the command; the same on every rank.
@@ -90,7 +91,7 @@ def sample(
         Stopped: a signal asked for it; what is answered is written.
     """
     keep_freed_memory()
-    world = world or World(device=resolve_device(settings.config.device))
+    world = world or launched(settings.config.parallel, resolve_device(settings.config.device))
     say = print_line if world.is_first else ignore_line
     with StopSignals(say, "the prompts that it is answering") as stops:
         rows = _prompts(settings.config, world, say)
