@@ -67,6 +67,7 @@ from tandem.training.reward_function import check_rewards, columns_given
 from tandem.training.reward_model import has_policy
 from tandem.training.run_folder import Run
 from tandem.training.run_report import report, report_at_a_stop
+from tandem.training.saving import rounded_away
 from tandem.training.shares import settle_shares
 from tandem.training.stage_data import StepRows, positions, prepare_rows
 from tandem.training.stage_loop import StageJob, run_stage
@@ -268,9 +269,8 @@ def _run_stages(run: Run, rows: StepRows, unfinished: Sequence[str]) -> None:
             run_stage(run, stage, job)
         forecast.compare(job.trainer.phases)
         del job  # its models make room for the next stage's
-        print_line(
-            f"{stage}: done in {time.monotonic() - start:.0f} s, saved in {run.folder(stage)}"
-        )
+        saved = f"saved in {run.folder(stage)}{rounded_away(run.path, stage, config)}"
+        print_line(f"{stage}: done in {time.monotonic() - start:.0f} s, {saved}")
         if config.parallel.frozen_weights:
             print_line(
                 f"{stage}: serve that folder itself; its adapter was trained on "

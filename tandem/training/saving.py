@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandem.checkpoint.folder import require_space, together
+from tandem.config.schema import RunConfig
+from tandem.config.stages import stage_of
 from tandem.data.render import Renderer
 from tandem.devices import DTYPES
+from tandem.models.folder import read_object
 from tandem.models.save import save_model, saved_bytes
 from tandem.models.source import saved_dtype
 from tandem.models.weight_files import Writers
@@ -40,6 +43,19 @@ def with_template(tokenizer: PreTrainedTokenizerBase, renderer: Renderer) -> Any
     if not isinstance(tokenizer.chat_template, dict):  # several by name stay as they are
         tokenizer.chat_template = renderer.chat_template
     return tokenizer
+
+
+def rounded_away(run: Path, stage: str, config: RunConfig) -> str:
+    """Behind "saved in FOLDER": that the model's files round what was trained in float32, as they
+    do for a checkpoint of a smaller type; "" where they do not, and of adapters, whose own numbers
+    are what was trained."""
+    file = run / stage_of(stage).model_folder / "config.json"
+    if config.save_dtype != "auto" or config.lora.rank > 0 or not file.is_file():
+        return ""
+    short = {"bfloat16": "bf16", "float16": "fp16"}.get(str(read_object(file).get("dtype")))
+    if short is None:
+        return ""
+    return f" in {short}, as its checkpoint is (--save-dtype fp32 keeps what that rounds away)"
 
 
 def save_policy(
