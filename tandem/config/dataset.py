@@ -25,6 +25,9 @@ class DataConfig:
     single stage gets everything; in a folder whose stages already have shares, those."""
     heldout: float = knob(0.05, ge=0, lt=1)
     """Share of the prompts that no stage trains on, for evaluation."""
+    eval_rows: int = knob(1024, ge=0)
+    """Most held-out rows of a kind (texts, pairs, labelled or graded answers) that an evaluation
+    reads, spread evenly over them; 0: all. RL's prompts have eval_prompts."""
     columns: tuple[str, ...] = knob(())
     """Column map for files of other shapes, as `role=column` (roles: prompt, chosen, rejected,
     completion, messages, text, system, tools, label, grade, margin, ranking, answers, ranks,

@@ -55,7 +55,7 @@ def evaluate_run(
     found = replace(found, actor_model=base or found.actor_model)
     run = Run(found)
     run.identity.named = config
-    rows = prepare_rows(found, *tokenizer_sources(run))
+    rows = prepare_rows(found, *tokenizer_sources(run), trains=False)
     run.note_data(rows)
     evaluation = compare(run, rows, save=False)
     if best_of:

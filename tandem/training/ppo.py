@@ -236,7 +236,7 @@ def notes_on_kl(config: RunConfig, *, has_reference: bool) -> Iterator[str]:
             f"kl compares whole distributions along answers that are not drawn from them "
             f"({', '.join(bends)}): it may be far too low, or negative"
         )
-    if isinstance(rl, PPOConfig) and rl.kl_in == "reward" and rl.kl_estimator in ("k2", "k3"):
+    if isinstance(rl, PPOConfig) and rl.kl_in != "loss" and rl.kl_estimator in ("k2", "k3"):
         yield (
             f"{rl.kl_estimator} in the reward has another gradient than the KL's; that of "
             "--ppo.kl-estimator k1 is right"

@@ -209,6 +209,9 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
     room = positions(tokenizer_sources(run)[0], config)
     for line in ledger_lines(rows) + left_out_lines(config, rows.ledger, rows.lengths, room):
         print_line(line)
+    if rows.spread:
+        kinds = ", ".join(f"{few:,} of {of:,} {kind}" for kind, (few, of) in rows.spread.items())
+        print_line(f"note: an evaluation reads {kinds} held out (--dataset.eval-rows; 0: all)")
     unfinished = _unfinished(run)
     if unfinished:
         check_parallel(config, run.world, tokenizer_sources(run)[0])

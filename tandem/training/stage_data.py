@@ -6,7 +6,8 @@ Every row that is too long for its stage is entered in the ledger.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -49,7 +50,8 @@ class StepRows:
     the tokens of the latter, `dpo_pairs` and `labelled` (which also has each pair as two answers)
     of the former. judges: the renderers of reward models that read the policy's answers as text, by
     templates of their own. grades: how `pairs` has graded answers: as rankings, or one by one.
-    lengths: tokens of the rows for each use, also of those that are too long.
+    lengths: tokens of the rows for each use, also of those that are too long. spread: of the kinds
+    of which `dataset.eval_rows` leaves some out, how many are evaluated on, and how many there are.
     Prompts are shuffled, so that the first few are from all data sets.
     """
 
@@ -74,6 +76,7 @@ class StepRows:
     ptx: list[TokenRow]
     heldout_ptx: list[TokenRow]
     lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    spread: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def of(self, stage: Stage) -> Sequence[TokenRow | Judged | LabelledRow | PromptRow]:
         """The rows that a stage trains on."""
@@ -117,12 +120,15 @@ def load_renderer(
 
 
 @collected_seldom()
-def prepare_rows(config: RunConfig, policy: str, reward: str, *, shuffle: bool = True) -> StepRows:
+def prepare_rows(
+    config: RunConfig, policy: str, reward: str, *, shuffle: bool = True, trains: bool = True
+) -> StepRows:
     """Read the data sets and render them for the configured stages.
 
     Args:
         policy, reward: the models whose tokenizers policy and reward model use.
         shuffle: off leaves prompts in the order of the data sets.
+        trains: off leaves out the rows that stages train on, which take most of the time.
     Raises:
         DataError: a file or row cannot be used, and the configuration makes that an error.
     """
@@ -133,16 +139,9 @@ def prepare_rows(config: RunConfig, policy: str, reward: str, *, shuffle: bool =
     reward_tokenizer, reward_renderer = load_renderer(
         reward, trust_remote_code=remote, own=own, unless_its_own=is_finished
     )
-    data = load_data(
-        config.dataset,
-        config.data,
-        config.sft_data,
-        config.eval_data,
-        seed=config.seed,
-        stages=config.stages,
-        grades=config.reward.grades,
-    )
+    data = _read(config, trains)
     render = Rendering(config, data.ledger)
+    few = _Spread(config.dataset.eval_rows)
     room, reward_room = positions(policy, config), positions(reward, config)
     prompt_room = None if room is None else room - config.sampling.max_new_tokens
     stages = in_order(config.stages)
@@ -154,12 +153,12 @@ def prepare_rows(config: RunConfig, policy: str, reward: str, *, shuffle: bool =
     note_unshown(rows, renderer, data.ledger)
     judges = _judges(config, renderer, reward_renderer, own)
     _note_unjudged((*data.prompts, *data.heldout), judges, data.ledger)
+    as_prompts = partial(render.prompts, renderer=renderer, judges=judges)
     prompts: list[PromptRow] = []
     if "prompts" in shares:
-        prompts = render.prompts(data.prompts, renderer, "prompts", judges=judges)
+        prompts = as_prompts(data.prompts, use="prompts")
     elif "reward model" in readers:  # prompts to normalize the scores on: PPO's, or the pairs' own
-        either = data.prompts or data.pairs
-        prompts = render.prompts(either, renderer, None, prompt_room, judges)
+        prompts = as_prompts(data.prompts or data.pairs, use=None, room=prompt_room)
     compared, heldout = rankings_of(data.pairs), rankings_of(data.heldout)
     return StepRows(
         renderer=renderer,
@@ -169,27 +168,41 @@ def prepare_rows(config: RunConfig, policy: str, reward: str, *, shuffle: bool =
         reward_tokenizer=reward_tokenizer,
         ledger=data.ledger,
         sft=render.texts(data.texts, renderer, "texts") if "texts" in shares else [],
-        heldout_sft=render.texts(data.heldout, renderer, None, room),
+        heldout_sft=few("texts", render.texts(data.heldout, renderer, None, room)),
         pairs=render.judged(data.pairs, reward_renderer) if "reward model" in readers else [],
-        heldout_pairs=render.pairs(heldout, reward_renderer, None, reward_room),
-        heldout_graded=render.graded(data.heldout, reward_renderer, reward_room),
+        heldout_pairs=few("pairs", render.pairs(heldout, reward_renderer, None, reward_room)),
+        heldout_graded=few(
+            "graded answers", render.graded(data.heldout, reward_renderer, reward_room)
+        ),
         grades=data.grades,
         dpo_pairs=render.pairs(compared, renderer, "pairs") if "policy" in readers else [],
-        heldout_dpo_pairs=render.pairs(heldout, renderer, None, room)
+        heldout_dpo_pairs=few("pairs", render.pairs(heldout, renderer, None, room))
         if "policy" in readers
         else [],
         labelled=render.labelled(compared, renderer, "pairs") if "labels" in readers else [],
-        heldout_labelled=render.labelled(heldout, renderer, None, room)
+        heldout_labelled=few("labelled answers", render.labelled(heldout, renderer, None, room))
         if "labels" in readers
         else [],
         prompts=shuffled(prompts, config.seed) if shuffle else prompts,
-        heldout_prompts=shuffled(
-            render.prompts(data.heldout, renderer, None, prompt_room, judges), config.seed
-        ),
+        heldout_prompts=shuffled(as_prompts(data.heldout, use=None, room=prompt_room), config.seed),
         ptx=render.texts(ptx.texts, renderer, "ptx"),
-        heldout_ptx=render.texts(ptx.heldout, renderer, None, room),
+        heldout_ptx=few("mixed texts", render.texts(ptx.heldout, renderer, None, room)),
         lengths=render.lengths,
+        spread=few.counts,
     )
+
+
+def _read(config: RunConfig, trains: bool) -> Dataset:
+    data = load_data(
+        config.dataset,
+        config.data,
+        config.sft_data,
+        config.eval_data,
+        seed=config.seed,
+        stages=config.stages,
+        grades=config.reward.grades,
+    )
+    return data if trains else replace(data, texts=[], pairs=[], prompts=[])
 
 
 def _readers_of_pairs(stages: Sequence[Stage]) -> set[str]:
@@ -230,6 +243,21 @@ def _mixed_in(config: RunConfig, ledger: Ledger, *, scores: bool) -> Dataset:
 def positions(path: str, config: RunConfig) -> int | None:
     """The most tokens of a sequence of the model; None if it has no limit."""
     return positions_in(load_config(locate(path), trust_remote_code=config.trust_remote_code))
+
+
+class _Spread:
+    """At most so many of some rows, evenly over all of them (0: all), and how many by kind."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.counts: dict[str, tuple[int, int]] = {}
+
+    def __call__(self, kind: str, rows: list[Row]) -> list[Row]:
+        most = self._most
+        if not 0 < most < len(rows):
+            return rows
+        self.counts[kind] = most, len(rows)
+        return [rows[i * len(rows) // most] for i in range(most)]
 
 
 def shuffled(rows: list[Row], seed: int) -> list[Row]:

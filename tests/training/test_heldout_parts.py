@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.config.schema import RunConfig
+from tandem.training.stage_data import prepare_rows
 from tests.tiny import tiny_config
 from tests.training.runs import ran, records
 
@@ -70,3 +71,26 @@ def test_a_step_has_no_implicit_reward_of_a_label_that_it_does_not_have(
     for share, values in zip(shares, steps, strict=True):
         had = {"chosen": share > 0, "rejected": share < 1, "margin": 0 < share < 1}
         assert {name: f"implicit_reward_{name}" in values for name in had} == had
+
+
+def test_an_evaluation_reads_so_many_rows_spread_over_all_of_them(
+    tmp_path: Path, tiny_model: str, two_sets: list[str]
+) -> None:
+    config = config_of(tmp_path / "run", tiny_model, two_sets, "dpo", 8)
+    whole = prepare_rows(config, tiny_model, tiny_model)
+    assert whole.spread == {}
+    few = replace(config, dataset=replace(config.dataset, eval_rows=10))
+    rows = prepare_rows(few, tiny_model, tiny_model, trains=False)
+    every = len(whole.heldout_dpo_pairs)
+    assert rows.spread == dict.fromkeys(("texts", "pairs"), (10, every))
+    assert rows.heldout_dpo_pairs == [whole.heldout_dpo_pairs[i * every // 10] for i in range(10)]
+    assert len({pair.chosen.source.dataset for pair in rows.heldout_dpo_pairs}) == 2
+    assert (len(rows.heldout_sft), rows.dpo_pairs, rows.sft) == (10, [], [])
+    assert rows.heldout_prompts == whole.heldout_prompts
+    lines: list[str] = []
+    evaluated = [
+        r["values"] for r in records(ran(few, lines=lines)) if "heldout_loss" in r["values"]
+    ]
+    assert len(evaluated) > 1
+    told = f"note: an evaluation reads 10 of {every} texts, 10 of {every} pairs held out"
+    assert any(line.startswith(told) for line in lines)
