@@ -19,12 +19,12 @@ from tandem.memory.model import (
 )
 from tandem.memory.work import (
     activation_bytes,
+    answering_weights,
     backward_bytes,
     forward_bytes,
     generation_bytes,
     logits_bytes,
     narrows,
-    packed_bytes,
     states_bytes,
 )
 
@@ -80,6 +80,7 @@ def supervised_memory(
     """
     layout = replace(layout, shares_base=False)  # the one model here has a base of its own
     layouts = {"model": (shape, layout)}
+    checks = {} if shape.is_scalar else {"model": _checking(shape, layout, packs)}
     if reference and (other or layout.lora_rank == 0):
         layouts["reference"] = (other or shape, _frozen(layout, on_host=reference_on_host))
     roles = {name: role_memory(*laid) for name, laid in layouts.items()}
@@ -87,7 +88,7 @@ def supervised_memory(
         resting=_named(roles, "resting"),
         phases={"train": _training(shape, layout, roles["model"], tokens, answered, later)},
         host=_named(roles, "host"),
-        loading=_loading(layouts, roles, "model" if packs else ""),
+        loading=_loading(layouts, roles, checks),
     )
 
 
@@ -148,10 +149,11 @@ def ppo_memory(
         phases = {name: parts | kept for name, parts in phases.items()}
         phases["train actor, kept states"] = kept | training | {"activations": 0.0}
     phases["train actor"] = training
+    checks = {"actor": _checking(*layouts["actor"], work.packs, work.slices)}
     return MemoryPlan(
         resting=_named(roles, "resting"),
         phases=phases,
-        loading=_loading(layouts, roles, "actor" if work.packs else ""),
+        loading=_loading(layouts, roles, checks),
         host=_named(roles, "host"),
     )
 
@@ -273,14 +275,26 @@ def _in_flight_of(layouts: Iterable[tuple[Shape, Layout]]) -> float:
     )
 
 
+def _checking(shape: Shape, layout: Layout, packs: bool, slices: int = 1) -> float:
+    """What the check of a policy makes (engine/checks.py): its weights as it answers with them;
+    beside slices its own forward runs, which gathers for itself."""
+    checked = sum(answering_weights(shape, layout, packs=packs, slices=slices).values())
+    if slices > 1:
+        checked += sum(working_bytes(shape, layout).values()) + _in_flight_of([(shape, layout)])
+    return checked
+
+
 def _loading(
-    layouts: Mapping[str, tuple[Shape, Layout]], roles: dict[str, Role], packs: str
+    layouts: Mapping[str, tuple[Shape, Layout]],
+    roles: dict[str, Role],
+    checks: Mapping[str, float],
 ) -> Bytes:
-    """Memory until the first step: what is kept, and of one model what its check makes, gathered or
-    packed weights, or its largest weight as it is read; then the optimizer's states.
+    """Memory until the first step: what is kept, and of one model what its check makes, or its
+    largest weight as it is read; then the optimizer's states.
 
     Args:
-        packs: the role whose check packs weights as decoding does; or none.
+        checks: what `_checking` says of a role whose model is tried out; others' weights stay in
+            pieces. A reference runs as it will, beside which the policy's check is larger.
     """
     held: Bytes = {}
     states, transient = 0.0, [0.0]
@@ -297,7 +311,5 @@ def _loading(
         # the embeddings, which come first, is gone before the other weights have memory.
         one_by_one = shape.largest_linear if quantized_weights(shape, layout) else 0
         read = FLOAT * max(shape.untied_head, one_by_one) * layout.on_cpu
-        checked = sum(working_bytes(shape, layout, at_once=True).values())
-        checked += packed_bytes(shape, layout) * (name == packs)
-        transient.append(max(checked, read) + in_flight_bytes(shape, layout))
+        transient.append(max(checks.get(name, 0.0), read))
     return held | {"read or checked, then AdamW and masters": max(states, *transient)}

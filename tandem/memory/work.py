@@ -204,17 +204,25 @@ def generation_bytes(
         packs: decoding reads a second, packed copy of the weights (Llama-like on a CPU).
         slices: ranks that hold slices of one model.
     """
-    size = layout.compute_bytes
     rows = min(rows, logits_rows(shape, layout, FLOAT))
     decoding: Bytes = {
         "KV memory": kv_bytes(shape, rows, prompt + new, layout),
         "logits": 2.0 * FLOAT * rows * shape.vocabulary,
         "activations": forward_bytes(shape, min(rows * prompt, PREFILL_TOKENS), layout),
     }
+    return decoding | answering_weights(shape, layout, packs=packs, slices=slices)
+
+
+def answering_weights(shape: Shape, layout: Layout, *, packs: bool, slices: int = 1) -> Bytes:
+    """The weights that a rollout reads, where they are not those that rest: slices of the linear
+    layers and the rest whole; or all gathered, and packed.
+
+    Args:
+        packs, slices: as of `generation_bytes`.
+    """
     if slices > 1:
         sliced = shape.linear_weights
-        return decoding | {"slices": size * (shape.parameters - sliced + sliced / slices)}
-    if packs:
-        decoding["packed weights"] = packed_bytes(shape, layout)
-    decoding["weights in flight"] = in_flight_bytes(shape, layout)
-    return decoding | working_bytes(shape, layout, at_once=True)
+        return {"slices": layout.compute_bytes * (shape.parameters - sliced + sliced / slices)}
+    packed = {"packed weights": packed_bytes(shape, layout)} if packs else {}
+    in_flight = {"weights in flight": in_flight_bytes(shape, layout)}
+    return packed | in_flight | working_bytes(shape, layout, at_once=True)

@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook
 
 from tandem.config.engine import engine_settings
 from tandem.config.load import build_config
 from tandem.config.schema import LoraConfig, RunConfig
+from tandem.engine.checks import check_policy
 from tandem.engine.forward import response_logprobs
+from tandem.engine.placement import prepare_for_training, shard_model
+from tandem.engine.shard_plan import shard_plan
 from tandem.errors import ConfigError
 from tandem.generation.runner import new_memory
 from tandem.generation.scheduler import state_slots
@@ -30,9 +35,13 @@ from tandem.memory.work import activation_bytes, generation_bytes, kv_bytes, pac
 from tandem.models.frozen import freeze_quantized
 from tandem.models.load import new_causal_lm
 from tandem.models.lora import add_lora
+from tandem.models.twin import twin_of
+from tandem.parallel.tensor import tensor_group
+from tandem.parallel.world import World
 from tandem.plan.run import plan_memory
 from tests.models.families import config_of, ragged_batch, tiny_config, tiny_model, tiny_scalar
 from tests.models.hybrid_families import HYBRIDS
+from tests.ranks import on_ranks
 
 SHAPE = Shape(
     parameters=1000,
@@ -50,6 +59,7 @@ SHAPE = Shape(
     untied_head=0,
     is_scalar=False,
 )
+DEEP = tiny_config("llama", num_hidden_layers=6, num_key_value_heads=4)
 FAMILIES = ("llama", "opt", "gpt2", "gpt_neox", "qwen2")
 
 
@@ -364,6 +374,69 @@ def test_loading_holds_what_the_check_and_the_optimizer_make(
 ) -> None:
     plan = supervised_memory(SHAPE, layout, tokens=8, answered=4, packs=packs)
     assert plan.peak("load") == round(expected)
+
+
+def test_loading_gathers_what_the_policy_is_checked_with() -> None:
+    def loaded(parts: int, critic: Shape = SHAPE, **more: Any) -> float:
+        layout = Layout(ranks=4, stage=3, lora_rank=2, **more)
+        work = PPOWork(rows=1, prompt=1, new=1, tokens=8, answered=4, slices=parts)
+        plan = ppo_memory(SHAPE, replace(critic, is_scalar=True), layout, layout, work)
+        return plan.loading["read or checked, then AdamW and masters"]
+
+    whole = 4 * 1120
+    assert loaded(1) == whole + 4 * (800 + 120)  # two blocks and their adapters are in flight
+    # Slices of the linear weights, and blocks that the policy's own forward gathers: all here.
+    assert loaded(2) == 4 * (600 + 200) + whole
+    assert loaded(4) == 4 * (600 + 100) + whole
+    # With more blocks than two it gathers them two at a time.
+    shape = replace(SHAPE, blocks=(100,) * 8, layers=8)
+    layout = Layout(ranks=4, stage=3, lora_rank=2)
+    work = PPOWork(rows=1, prompt=1, new=1, tokens=8, answered=4, slices=4)
+    plan = ppo_memory(shape, SHAPE, layout, layout, work)
+    blocks = 4 * (200 + 2 * (800 + 120) / 8)
+    assert plan.loading["read or checked, then AdamW and masters"] == 4 * (600 + 100) + blocks
+    # Of critic and reward model nothing is tried, however large they are.
+    huge = replace(SHAPE, parameters=100_000, blocks=(50_000, 49_000))
+    assert loaded(1, huge) == loaded(1)
+    scalar = supervised_memory(replace(huge, is_scalar=True), layout, tokens=8, answered=4)
+    assert scalar.loading["read or checked, then AdamW and masters"] == 0
+
+
+def held_while_checked(world: World, parts: int) -> int:
+    """The most bytes of whole weights and slices that there are at once in a policy's check."""
+    settings = engine_settings(_sliced(parts))
+    model = new_causal_lm(DEEP, 0)
+    prepare_for_training(model, settings, 0)
+    shard_model(model, shard_plan(3, settings, world, trained=True), world)
+    most = 0
+
+    def look(module: Any, *_: Any) -> None:
+        nonlocal most
+        if not type(module).__name__.endswith("DecoderLayer"):
+            return
+        weights = [*model.parameters(), *twin_of(model).parameters()]
+        held = {id(p): p.nbytes for p in weights if not isinstance(p, DTensor)}
+        most = max(most, sum(held.values()))
+
+    with register_module_forward_hook(look):
+        check_policy(model, tensor_group(world, parts))
+    return most
+
+
+def _sliced(parts: int) -> RunConfig:
+    config = _config(actor_zero_stage=3, critic_zero_stage=3, inference_tp_size=parts)
+    return replace(config, lora=LoraConfig(rank=2))
+
+
+@pytest.mark.parametrize(("ranks", "parts"), [(2, 2), (4, 2), (4, 4)])
+def test_a_policy_in_slices_is_loaded_without_being_whole(ranks: int, parts: int) -> None:
+    shape = shape_of(DEEP)
+    plan = plan_memory(_sliced(parts), "ppo", DEEP, ranks=ranks, device=torch.device("cpu"))
+    counted = plan.loading["read or checked, then AdamW and masters"]
+    # Counted is the next block too, which is under way on a GPU alone.
+    block = 4 * (shape.blocks[0] + shape.adapters(2) / shape.layers)
+    assert counted - block < 0.9 * 4 * shape.parameters
+    assert on_ranks(ranks, held_while_checked, parts) == [counted - block] * ranks
 
 
 def test_an_untied_head_is_mapped_when_all_other_weights_have_memory() -> None:
