@@ -38,7 +38,9 @@ SHARES = (0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 1.05)
 """Where the limits lie between the least and the greatest measured peak."""
 LARGE = {"micro_batch_tokens": 4096, **{f"{s}.batch_size": 64 for s in ("sft", "reward", "dpo")},
          **{f"{s}.max_steps": 2 for s in ("sft", "reward", "dpo")},
-         "ppo.prompts_per_step": 48, "ppo.minibatch_size": 48}  # fmt: skip
+         "ppo.prompts_per_step": 48, "ppo.minibatch_size": 48,
+         "generation_batch_size": 48}  # fmt: skip
+"""All answers at once, which is set and so kept: only layouts that have run can be compared."""
 CASES = (
     GradeCase(stage="sft", model="llama-5m", name="large", knobs=LARGE),
     GradeCase(stage="reward", model="opt-7m", name="large", knobs=LARGE),

@@ -1,7 +1,8 @@
 """`tandem train --auto-layout`: the fastest layout that fits, chosen before anything is loaded.
 
 Only knobs that leave the update as it is are changed: ZeRO stages, offload, micro-batches,
-checkpointing, slices for generation. A run that has begun keeps the layout that it recorded.
+checkpointing, slices for generation and how many answers it makes at once. A run that has begun
+keeps the layout that it recorded.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tandem.config.schema import RunConfig
 from tandem.errors import ConfigError
 from tandem.memory.ways import advice, size_text
 from tandem.plan.knobs import with_knobs
-from tandem.plan.layouts import Laid, flags_of, layouts, why_not
+from tandem.plan.layouts import Laid, flags_of, sets_answer_batch, why_not
 from tandem.plan.plan_command import Asked, asked_of
 from tandem.predict.machine import this_machine
 
@@ -31,6 +32,7 @@ LAYOUT_KNOBS = (
     "micro_batch_tokens",
     "parallel.inference_tp_size",
     "gradient_checkpointing",
+    "generation_batch_size",
 )
 """What --auto-layout may set."""
 
@@ -56,13 +58,10 @@ def choose_layout(
         )
         return with_knobs(config, knobs), flags
     asked = asked_of(config, this_machine(print_line, config.device), ranks)
-    found = [
-        laid
-        for laid in layouts(
-            config, asked.models, asked.rows, asked.hardware, ranks, trains_alike=True
-        )
-        if _is_allowed(laid)
-    ]
+    tried = asked.layouts(limit, trains_alike=True)
+    if sets_answer_batch(config):  # a size that was chosen is kept; others are ways out
+        tried = [laid for laid in tried if "generation_batch_size" not in laid.changes]
+    found = [laid for laid in tried if _is_allowed(laid)]
     chosen = next((laid for laid in found if laid.fits(limit)), None)
     if chosen is None:
         chosen = min(found, key=lambda laid: laid.peak)
@@ -95,9 +94,8 @@ def _why(chosen: Laid, found: Sequence[Laid], limit: float | None) -> str:
 
 def _no_fit(chosen: Laid, plain: Laid, limit: float | None, asked: Asked) -> str:
     allowed = plain.worst.budget if limit is None else limit
-    others = layouts(asked.config, asked.models, asked.rows, asked.hardware, asked.ranks)
     ways = sorted(
-        (laid for laid in others if laid.peak < plain.peak),
+        (laid for laid in asked.layouts(limit) if laid.peak < plain.peak),
         key=lambda laid: (not laid.fits(limit), laid.seconds, laid.peak),
     )
     named = advice(plain.peak, [(laid.flags(), laid.peak) for laid in ways])

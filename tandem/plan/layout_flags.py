@@ -64,8 +64,8 @@ def layout_help() -> str:
     return (
         "Layout:\n"
         "  --auto-layout\n"
-        "      Take the fastest ZeRO stages, offload, micro-batches and checkpointing\n"
-        "      that fit; prints what it takes and why.\n"
+        "      Take the fastest ZeRO stages, offload, micro-batches, checkpointing and\n"
+        "      answers at once that fit; prints what it takes and why.\n"
         "  --memory-limit SIZE\n"
         "      With it: bytes that a rank may hold, as 2GiB. [the device's memory]"
     )

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any, get_args, get_type_hints
 
 from tandem.config.load import plain_values
 from tandem.config.parallel import ParallelConfig, frozen_base_problems
 from tandem.config.schema import RunConfig
-from tandem.config.stages import in_order
+from tandem.config.stages import Stage, in_order
 from tandem.memory.ways import size_text
 from tandem.plan.knobs import Knobs
 from tandem.predict.hardware import Hardware
-from tandem.predict.memory import Models
+from tandem.predict.memory import Models, answers_are_scored
 from tandem.predict.rows import Rows
 from tandem.predict.stage import StagePrediction, predict_stage
 
+_SPARE = 0.9
+"""Of what a rank may hold, as much as more answers at once than configured may fill."""
 ModelsOf = Mapping[str, Models]
 """The models of each stage, by its name."""
 _MOVABLE: tuple[Any, ...] = get_args(get_args(get_type_hints(ParallelConfig)["offload"])[0])
@@ -94,25 +97,37 @@ def layouts(
     *,
     trains_alike: bool = False,
     few: bool = False,
+    limit: float | None = None,
 ) -> list[Laid]:
     """Every layout that the knobs allow, the fastest first.
+
+    Each also has the most answers at once that fit. Where `generation_batch_size` is set, that is
+    tried only if nothing fits with it.
 
     Args:
         trains_alike: only those that compute the same update: no adapters or integers in place of
             full weights.
         few: only ZeRO stage 3, offload, slices and micro-batches.
+        limit: bytes of a rank; None: the device's.
     """
-    found: dict[tuple[object, ...], Laid] = {}
+    first: list[Laid] = []
     for knobs in _candidates(config, hardware, ranks, trains_alike, few):
         changed = _changed(config, knobs)
         if next(frozen_base_problems(changed.parallel, changed.lora.rank), None):
             continue  # knobs that exclude each other
         stages = predict_run(changed, models, rows, hardware, ranks)
-        laid = Laid(_changes(config, knobs), changed, stages)
-        key = (round(laid.peak), f"{laid.seconds:.6g}")
-        # Of those that come to the same, the one that changes least.
-        if key not in found or len(laid.changes) < len(found[key].changes):
-            found[key] = laid
+        first.append(Laid(_changes(config, knobs), changed, stages))
+    sizes = _answer_batches(config, ranks)
+    if sets_answer_batch(config) and any(laid.trains_alike and laid.fits(limit) for laid in first):
+        sizes = []
+    found: dict[tuple[object, ...], Laid] = {}
+    for own in first:
+        resized = partial(_resized, own, models, rows, hardware, ranks)
+        for laid in (own, *_with_most_answers(own, sizes, resized, limit)):
+            key = (round(laid.peak), f"{laid.seconds:.6g}")
+            # Of those that come to the same, the one that changes least.
+            if key not in found or len(laid.changes) < len(found[key].changes):
+                found[key] = laid
     # Of those within a percent of each other, the one that changes least, then the smallest.
     return sorted(
         found.values(),
@@ -171,6 +186,75 @@ def _candidates(
             "gradient_checkpointing": checkpointing,
             "kept_states": kept,
         }
+
+
+def sets_answer_batch(config: RunConfig) -> bool:
+    """Whether `generation_batch_size` is another than its default."""
+    return config.generation_batch_size != RunConfig.generation_batch_size
+
+
+def _answer_batches(config: RunConfig, ranks: int) -> list[int]:
+    """Powers of two for `generation_batch_size`, up to the answers that a rank has in a step, or to
+    the size that is set; none where no stage generates."""
+    running = [stage for stage in in_order(config.stages) if _generates(config, stage)]
+    if not running:
+        return []
+    largest = config.generation_batch_size
+    if not sets_answer_batch(config):
+        most = [getattr(config, s.section).prompts_per_step for s in running if s.family == "rl"]
+        answers = max([1, *most]) * config.sampling.samples_per_prompt
+        largest = max(largest, 2 ** (-(-answers // ranks) - 1).bit_length())
+    return [2**power for power in range(largest.bit_length())]
+
+
+def _generates(config: RunConfig, stage: Stage) -> bool:
+    """Whether answers are generated in a stage, to be trained on or to normalize scores."""
+    scores = stage.leaves == "reward model" and answers_are_scored(config)
+    return stage.family == "rl" or scores
+
+
+def _with_most_answers(
+    laid: Laid, sizes: Sequence[int], resized: Callable[[int], Laid], limit: float | None
+) -> Iterator[Laid]:
+    """The layout with the largest of these batches of answers that fits, where that is another than
+    its own; where none fits, the largest at which generation is not what the layout fails by."""
+    own = laid.config.generation_batch_size
+    if laid.fits(limit):
+        spare = _SPARE * (laid.worst.budget if limit is None else limit)
+        larger = [size for size in sizes if size > own]
+        if larger and not (most := resized(larger[-1])).fits(spare):
+            number = bisect_right(larger, spare, hi=len(larger) - 1, key=lambda n: resized(n).peak)
+            larger = larger[:number]
+            most = resized(larger[-1]) if larger else laid
+        if larger:
+            yield most
+        return
+    if not (smaller := [size for size in sizes if size < own]):
+        return
+    least = resized(smaller[0])
+    if least.peak < laid.peak:
+        allowed = max(least.peak, laid.worst.budget if limit is None else limit)
+        number = bisect_right(smaller, allowed, lo=1, key=lambda n: resized(n).peak)
+        yield resized(smaller[number - 1])
+
+
+def _resized(
+    laid: Laid,
+    models: ModelsOf,
+    rows: Mapping[str, Rows],
+    hardware: Hardware,
+    ranks: int,
+    size: int,
+) -> Laid:
+    """A layout with another `generation_batch_size`."""
+    config = replace(laid.config, generation_batch_size=size)
+    stages = tuple(
+        predict_stage(config, stage, models[stage.name], rows[stage.name], hardware, ranks)
+        if _generates(config, stage)
+        else known
+        for stage, known in zip(in_order(config.stages), laid.stages, strict=True)
+    )
+    return Laid({**laid.changes, "generation_batch_size": size}, config, stages)
 
 
 def _changed(config: RunConfig, knobs: Knobs) -> RunConfig:

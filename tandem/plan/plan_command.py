@@ -52,7 +52,7 @@ def plan_command(args: Sequence[str]) -> int:
     if options.largest:
         return _largest(asked, limit, as_json=options.json)
     laid = asked.laid(asked.config, asked.models)
-    others = layouts(asked.config, asked.models, asked.rows, asked.hardware, asked.ranks)
+    others = asked.layouts(limit)
     sources = [f"{name}: {rows.source}" for name, rows in asked.rows.items()]
     notes = plan_notes(laid, sources, asked.models.values())
     if options.json:
@@ -77,6 +77,18 @@ class Asked:
         """The run predicted with some configuration and models."""
         stages = predict_run(config, models, self.rows, self.hardware, self.ranks)
         return Laid({}, config, stages)
+
+    def layouts(self, limit: float | None, *, trains_alike: bool = False) -> list[Laid]:
+        """Every layout, as `plan.layouts.layouts` gives them."""
+        return layouts(
+            self.config,
+            self.models,
+            self.rows,
+            self.hardware,
+            self.ranks,
+            trains_alike=trains_alike,
+            limit=limit,
+        )
 
 
 def asked_of(
@@ -190,7 +202,7 @@ def _largest(asked: Asked, limit: float | None, *, as_json: bool) -> int:
     for name, config in reversed(ladder(asked.policy)):
         value = config if not asked.config.reward_model else None
         models = models_of(asked.config, config, value or config_of(asked.config.reward_model))
-        ways = layouts(asked.config, models, asked.rows, asked.hardware, asked.ranks)
+        ways = replace(asked, models=models).layouts(limit)
         fitting = [way for way in ways if way.fits(limit)]
         same = [way for way in fitting if way.trains_alike]
         if fitting:

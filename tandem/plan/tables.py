@@ -23,7 +23,7 @@ from tandem.config.flags import parse_run_flags
 from tandem.config.schema import RunConfig
 from tandem.config.stages import rl_stage
 from tandem.memory.dimensions import Shape
-from tandem.plan.layouts import layouts
+from tandem.plan.layouts import Laid, layouts
 from tandem.predict.hardware import Hardware, find_hardware
 from tandem.predict.memory import Models
 from tandem.predict.models import config_of, shape_for
@@ -184,30 +184,38 @@ def write_constants(found: Mapping[str, Params]) -> None:
 
 def table_rows() -> list[dict[str, Any]]:
     """Every cell: their hours, ours with that hardware left out, the ratio, and what Tandem would
-    need by its own constants."""
+    need by its own constants, in which layout."""
     pairs, constants = _file()["pairs"], _file()["constants"]
     rows = []
     for cell in cells():
         ours = their_hours(cell, constants[cell.hardware], pairs["readme"])
-        alone = tandem_hours(cell, pairs["readme"])
+        hours, layout = tandem_way(cell, pairs["readme"]) or (None, None)
         rows.append({
             "hardware": cell.hardware, "gpus": cell.count, "model": cell.model,
             "theirs_hours": cell.hours, "ours_hours": ours, "ratio": ours / cell.hours,
-            "tandem_hours": alone, "theirs_dollars": cell.dollars or None,
+            "tandem_hours": hours, "tandem_layout": layout,
+            "theirs_dollars": cell.dollars or None,
         })  # fmt: skip
     return rows
 
 
-def tandem_hours(cell: Cell, pairs: int) -> float | None:
-    """What Tandem would need for a cell; None if no layout that was tried fits."""
+def tandem_way(cell: Cell, pairs: int) -> tuple[float, str] | None:
+    """What Tandem would need for a cell, in hours, and the flags of the layout, the fastest that
+    fits. None if none that was tried does."""
     hardware = find_hardware(f"{cell.count}x{cell.hardware}")
     dtype = "fp16" if cell.hardware.startswith("V100") else "bf16"
     config = _tandem_config(dtype, adapters=_shape(cell.model).parameters > 1e10)
     models = {config.stages[0]: Models(_shape(cell.model), _shape("350m", scalar=True), "opt")}
     rows = {config.stages[0]: Rows(tokens=256, longest=256)}
     found = layouts(config, models, rows, hardware, cell.count, trains_alike=True, few=True)
-    seconds = [laid.stages[0].step_seconds for laid in found if laid.fits()]
-    return min(seconds) * pairs / _PAIRS_PER_STEP / 3600 if seconds else None
+    fastest = min((laid for laid in found if laid.fits()), key=_step_seconds, default=None)
+    if fastest is None:
+        return None
+    return _step_seconds(fastest) * pairs / _PAIRS_PER_STEP / 3600, fastest.flags()
+
+
+def _step_seconds(laid: Laid) -> float:
+    return laid.stages[0].step_seconds
 
 
 @cache
@@ -217,7 +225,7 @@ def _tandem_config(dtype: str, *, adapters: bool) -> RunConfig:
         "--stages", rl_stage(()).name, "--max-new-tokens", "256", "--ppo-steps", "1",
         "--ppo.epochs", "1", "--ppo.prompts-per-step", "1024", "--ppo.minibatch-size", "1024",
         "--reward-model", "facebook/opt-350m", "--save-every", "0", "--dtype", dtype,
-        "--generation-batch-size", "256", "--gradient-checkpointing",
+        "--gradient-checkpointing",
         *(["--lora-rank", "128"] if adapters else []),
     ]  # fmt: skip
     return parse_run_flags(flags, "train", note=lambda line: None)
@@ -229,13 +237,14 @@ def show_tables(*, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"pairs": pairs, "cells": rows}, indent=1, allow_nan=False))
         return 0
-    print(f"{'hardware':>14} {'OPT':>5} {'theirs':>8} {'ours':>8} {'ratio':>6} {'Tandem':>8}")
+    titles = f"{'hardware':>14} {'OPT':>5} {'theirs':>8} {'ours':>8} {'ratio':>6} {'Tandem':>8}"
+    print(f"{titles}  its layout")
     for row in rows:
         alone = "-" if row["tandem_hours"] is None else f"{row['tandem_hours']:.2f} h"
         print(
             f"{row['gpus']:>3}x{row['hardware']:<10} {row['model']:>5} "
             f"{row['theirs_hours']:>6.2f} h {row['ours_hours']:>6.2f} h "
-            f"{row['ratio']:>6.2f} {alone:>8}"
+            f"{row['ratio']:>6.2f} {alone:>8}  {row['tandem_layout'] or ''}".rstrip()
         )
     within = {share: sum(abs(r["ratio"] - 1) <= share for r in rows) for share in (0.25, 0.5)}
     print(
@@ -243,7 +252,7 @@ def show_tables(*, as_json: bool) -> int:
         f"{within[0.25]} of {len(rows)} within 25 %, {within[0.5]} within 50 %.\n"
         f"Their data: {pairs['readme']:,} pairs (README) are taken; the blog's {pairs['blog']:,} "
         f"would be {pairs['blog'] / pairs['readme']:.3f} of every time in our columns.\n"
-        "Tandem: by its own constants, which no GPU run has confirmed yet; '-': no layout tried "
-        "fits."
+        "Tandem: by its own constants, which no GPU run has confirmed yet, in the fastest layout "
+        "tried, beside --gradient-checkpointing and from 13B on --lora-rank 128; '-': none fits."
     )
     return 0

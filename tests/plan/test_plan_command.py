@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -167,6 +168,84 @@ def test_the_seeds_tables_reach_the_goals() -> None:
     cell = tables.cells()[0]
     others = [c for c in tables.cells() if c.hardware != cell.hardware]
     assert tables.fit(others, 1000, tries=3) == tables.fit(others, 1000, tries=3)
+
+
+def test_the_seeds_runs_fit_in_their_own_set_up() -> None:
+    rows = tables.table_rows()
+    assert [row["model"] for row in rows if row["tandem_hours"] is None] == []
+    large = next(r for r in rows if (r["gpus"], r["model"]) == (8, "66b"))
+    assert "--inference-tp-size 8 --generation-batch-size" in large["tandem_layout"]
+    for adapters, rank in ((False, 0), (True, 128)):
+        config = tables._tandem_config("bf16", adapters=adapters)
+        assert (config.ppo.prompts_per_step, config.ppo.minibatch_size) == (1024, 1024)
+        assert (config.ppo.epochs, config.sampling.max_new_tokens) == (1, 256)
+        assert config.lora.rank == rank
+
+
+ANSWERS = ("--actor-model", "facebook/opt-13b", "--reward-model", "facebook/opt-350m", "--stages",
+           "ppo", "--hardware", "1xA100-80G", "--no-data", "--dtype", "bf16", "--lora-rank", "128",
+           "--max-new-tokens", "256", "--ppo.prompts-per-step", "1024", "--gradient-checkpointing",
+           "--offload", "optimizer", "reward", "reference")  # fmt: skip
+
+
+def _by_answers_alone(found: dict[str, Any]) -> dict[str, Any]:
+    """The one layout that changes the batch of answers and nothing else."""
+    alone = [one for one in found["layouts"] if list(one["changes"]) == ["generation_batch_size"]]
+    assert len(alone) == 1
+    assert alone[0]["fits"]
+    return alone[0]
+
+
+@pytest.mark.parametrize(("limit", "size"), [("75GiB", 64), ("50GiB", 32), ("40GiB", 16)])
+def test_as_many_answers_at_once_as_fit(
+    limit: str, size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = [*ANSWERS, "--memory-limit", limit]
+    assert run(capsys, *few, "--generation-batch-size", f"{size}")[0] == 0
+    assert run(capsys, *few, "--generation-batch-size", f"{2 * size}")[0] == 1
+    # One that is set to what does not fit stays what is planned; a smaller one is a way out.
+    code, out, _ = run(capsys, *few, "--generation-batch-size", "256", "--json")
+    assert code == 1
+    assert _by_answers_alone(json.loads(out))["changes"] == {"generation_batch_size": size}
+    _, out, _ = run(capsys, *few, "--generation-batch-size", "256")
+    assert f": --generation-batch-size {size}\n" in out
+    assert "most for KV memory (100 GiB)" in out
+    if size < 64:
+        code, out, _ = run(capsys, *few, "--json")
+        assert code == 1
+        assert _by_answers_alone(json.loads(out))["changes"] == {"generation_batch_size": size}
+
+
+def test_more_answers_at_once_leave_memory_free(capsys: pytest.CaptureFixture[str]) -> None:
+    def grown(limit: int, *flags: str) -> list[dict[str, Any]]:
+        small = ["facebook/opt-1.3b" if word == "facebook/opt-13b" else word for word in ANSWERS]
+        _, out, _ = run(capsys, *small, *flags, "--memory-limit", f"{limit}GiB", "--json")
+        found = json.loads(out)["layouts"]
+        return [one for one in found if one["changes"].get("generation_batch_size", 0) > 64]
+
+    most = max(grown(75), key=lambda one: one["changes"]["generation_batch_size"])
+    assert most["changes"]["generation_batch_size"] == 512
+    for limit in (75, round(most["peak_bytes"] / 2**30)):
+        assert max(one["peak_bytes"] for one in grown(limit)) <= 0.9 * limit * 2**30
+    assert grown(75, "--generation-batch-size", "32") == []
+
+
+def test_a_batch_of_answers_is_chosen_unless_it_is_set(machine: None, tmp_path: Path) -> None:
+    def chosen(*flags: str) -> tuple[list[str], str]:
+        words = ["--actor-model", "facebook/opt-125m", "--stages", "grpo", "--grpo.reward-function",
+                 "tandem:length", "--output-dir", str(tmp_path / "run"), *flags]  # fmt: skip
+        said = list[str]()
+        words += ["--micro-batch-tokens", "512", "--lora-rank", "4"]
+        config = parse_run_flags(words, "train")
+        return choose_layout(config, 1, 2.0 * 2**30, said.append)[1], said[-1]
+
+    flags, said = chosen()
+    assert "--generation-batch-size" in flags
+    assert " that fit (" in said
+    flags, said = chosen("--generation-batch-size", "65")
+    assert "--generation-batch-size" not in flags
+    assert "none fits into 2.0 GiB" in said
+    assert "--generation-batch-size" in said
 
 
 def test_layout_flags_are_taken_off() -> None:
