@@ -194,7 +194,8 @@ def note_imitated(
     """Note a graded answer that is imitated although nobody asked how it was graded."""
     bound, _ = bounds.get(row.spec.name, (-inf, False))
     if row.sample.grade is not None and row.sample.label is None and bound == -inf:
-        account.notes[f"imitated whatever its grade (column {row.grade_column})"] += 1
+        note = f"imitated whatever its grade (column {row.grade_column})"
+        account.note(note, row.sample.source)
 
 
 def _unfit(

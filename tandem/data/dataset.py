@@ -190,7 +190,8 @@ def read_all(
         graded_in = ""
         for shaped in _samples(spec, config, columns, account, found, read):
             account.shapes[shaped.shape] += 1
-            account.notes.update(shaped.notes)
+            for note in shaped.notes:
+                account.note(note, shaped.sample.source)
             account.unread.update(shaped.unread)
             account.lists.update(shaped.lists)
             account.numbers.update(shaped.numbers)
@@ -279,7 +280,7 @@ def _of_one_column(sample: Sample, column: str, first: str, account: DatasetLedg
     if column == first:
         return sample
     note = f"graded in column {column}, and rows before in {first}: not read as a grade"
-    account.notes[note] += 1
+    account.note(note, sample.source)
     return replace(sample, grade=None)
 
 
@@ -292,12 +293,13 @@ class _Before:
 
     def count(self, sample: Sample, content: bytes, key: bytes, account: DatasetLedger) -> None:
         """Count a row that says what an earlier one does, or the contrary; and remember it."""
-        account.duplicates += content in self.contents
+        if content in self.contents:
+            account.duplicate(sample.source)
         # Few rows begin as an earlier one does; the others need no second key.
         if key in self.openings and sample.chosen is not None and sample.rejected is not None:
             turned = replace(sample, chosen=sample.rejected, rejected=sample.chosen)
             if content_key(turned) in self.contents:
-                account.notes[_CONTRADICTS] += 1
+                account.note(_CONTRADICTS, sample.source)
         self.contents.add(content)
         self.openings.add(key)
 

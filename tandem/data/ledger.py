@@ -23,7 +23,9 @@ from tandem.text import visible
 from tandem.types import Source
 
 FIRST_LINES = 3
-"""Places kept per reason for dropping."""
+"""Places kept per reason for dropping, and per note."""
+
+_DUPLICATES = "same turns and answers as an earlier row"
 
 USES = (*SHARES, "heldout", "ptx")
 """What a row is used for: the shares that stages train on, evaluation, mixture training."""
@@ -51,6 +53,7 @@ class DatasetLedger:
 
     extra_copies: repeats by weight per use, as planned, before drops by length.
     shapes, notes: how many rows were read by each shape; what was skipped in rows that are used.
+    noted_at: where the first rows of each note are.
     unread: how many of the rows that are a prompt alone have each column that no shape reads.
     lists: in how many of them it is a list or an object, which is no answer.
     numbers: in how many it is a list of numbers, one for each text or object of another list.
@@ -70,6 +73,7 @@ class DatasetLedger:
     dropped: dict[str, Dropped] = field(default_factory=dict)
     shapes: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
+    noted_at: dict[str, list[str]] = field(default_factory=dict)
     unread: Counter[str] = field(default_factory=Counter)
     lists: Counter[str] = field(default_factory=Counter)
     numbers: Counter[str] = field(default_factory=Counter)
@@ -89,6 +93,21 @@ class DatasetLedger:
     def leave(self, reason: str) -> None:
         """A good row has no place, for `reason`."""
         self.unused[reason] += 1
+
+    def note(self, note: str, source: Source) -> None:
+        """Something is to be known of a row that is not dropped for it."""
+        self.notes[note] += 1
+        self._place(note, source)
+
+    def duplicate(self, source: Source) -> None:
+        """A row says what an earlier one does."""
+        self.duplicates += 1
+        self._place(_DUPLICATES, source)
+
+    def _place(self, note: str, source: Source) -> None:
+        places = self.noted_at.setdefault(note, [])
+        if len(places) < FIRST_LINES:
+            places.append(str(source))
 
     def bad(self, row: BadRow) -> None:
         """A row could not be used."""
@@ -219,11 +238,12 @@ class Ledger:
             lines += [(n, f"unused: {reason}", []) for reason, n in account.unused.items()]
             notes = {
                 **account.notes,
-                "same turns and answers as an earlier row": account.duplicates,
+                _DUPLICATES: account.duplicates,
                 "copies by weight, beyond one per row": account.extra_copies.total(),
                 "blank lines skipped": account.blank_lines,
             }
-            lines += [(n, f"note: {note}", []) for note, n in notes.items() if n]
+            places = account.noted_at
+            lines += [(n, f"note: {note}", places.get(note, [])) for note, n in notes.items() if n]
             for count, what, first in lines:
                 cells = (visible(what), "\n".join(map(visible, first)))
                 table.add_row(Text(visible(name)), str(count), *map(Text, cells))
@@ -238,6 +258,7 @@ def _account(entry: dict[str, Any]) -> DatasetLedger:
     entry = dict(entry, **{name: Counter(entry[name]) for name in counters})
     for name in ("unread", "lists", "numbers"):  # not in those of earlier versions
         entry[name] = Counter(entry.get(name, {}))
+    entry["noted_at"] = {note: [*places] for note, places in entry.get("noted_at", {}).items()}
     entry["dropped"] = {reason: Dropped(**d) for reason, d in entry["dropped"].items()}
     entry["late"] = {path: set(lines) for path, lines in entry["late"].items()}
     return DatasetLedger(**entry)

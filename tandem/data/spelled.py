@@ -14,7 +14,7 @@ from tandem.data.changed_json import texts_of, tool_texts
 from tandem.data.ledger import Ledger
 from tandem.data.render import Renderer
 from tandem.message import answer_turn
-from tandem.types import Sample
+from tandem.types import Sample, Source
 
 _SHOWN = 4
 
@@ -23,11 +23,11 @@ _SHOWN = 4
 class _Found:
     """Rows of one data set that spell control tokens, and which ones."""
 
-    rows: int = 0
+    sources: list[Source] = field(default_factory=list)
     tokens: Counter[str] = field(default_factory=Counter)
 
-    def add(self, tokens: Iterable[str]) -> None:
-        self.rows += 1
+    def add(self, source: Source, tokens: Iterable[str]) -> None:
+        self.sources.append(source)
         self.tokens.update(set(tokens))
 
     def shown(self) -> str:
@@ -47,18 +47,17 @@ def note_spelled(samples: Iterable[Sample], renderer: Renderer, ledger: Ledger) 
     for sample in {id(sample): sample for sample in samples}.values():
         tokens = [token for text in _texts(sample) for token in renderer.spelled(text)]
         if frame := [token for token in tokens if token in renderer.frame]:
-            rendered[sample.source.dataset].add(frame)
+            rendered[sample.source.dataset].add(sample.source, frame)
         elif tokens:
-            others[sample.source.dataset].add(tokens)
-    for name, found in rendered.items():
-        ledger.datasets[name].notes[
-            f"the text spells control tokens {found.shown()}, encoded as plain text: it looks "
-            "already rendered. Give its turns as messages, or prompt and answer without them"
-        ] += found.rows
-    for name, found in others.items():
-        ledger.datasets[name].notes[
-            f"the text spells control tokens {found.shown()}, encoded as plain text"
-        ] += found.rows
+            others[sample.source.dataset].add(sample.source, tokens)
+    advice = (
+        ": it looks already rendered. Give its turns as messages, or prompt and answer without them"
+    )
+    for kinds, more in ((rendered, advice), (others, "")):
+        for name, found in kinds.items():
+            spelled = f"the text spells control tokens {found.shown()}, encoded as plain text"
+            for source in found.sources:
+                ledger.datasets[name].note(spelled + more, source)
 
 
 def _texts(sample: Sample) -> Iterable[str]:

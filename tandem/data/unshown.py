@@ -33,7 +33,7 @@ def note_unshown(
                 hidden[role] = renderer.hides(sample.prompt, role)
             if hidden[role]:
                 note = f"{role} turns are not {shown} chat template leaves them out"
-                ledger.datasets[sample.source.dataset].notes[note] += 1
+                ledger.datasets[sample.source.dataset].note(note, sample.source)
         if sample.tools:
             # A template may have a place for them in the system turn, or beside the user's first.
             roles = [turn.role for turn in sample.prompt]
@@ -42,4 +42,4 @@ def note_unshown(
                 hides_tools[kind] = renderer.hides_tools(sample.prompt)
             if hides_tools[kind]:
                 note = f"column tools is not {shown} chat template leaves it out"
-                ledger.datasets[sample.source.dataset].notes[note] += 1
+                ledger.datasets[sample.source.dataset].note(note, sample.source)

@@ -337,7 +337,7 @@ class Rendering:
                 if (source, note) in self._measured:
                     continue
                 self._measured.add((source, note))
-            self.ledger.datasets[source.dataset].notes[note] += 1
+            self.ledger.datasets[source.dataset].note(note, source)
 
     def _rejected(self, error: DataError) -> str:
         """Why a row that the tokenizer or its template rejects is dropped, with what the first of

@@ -29,7 +29,7 @@ from tandem.config.stages import (
     stage_names,
     stage_of,
 )
-from tandem.data.ledger import USES
+from tandem.data.ledger import USES, DatasetLedger
 from tandem.devices import resolve_device
 from tandem.engine.allocator import give_back_memory, keep_freed_memory
 from tandem.engine.module_scorer import RewardModule
@@ -44,7 +44,7 @@ from tandem.models.load import load_tokenizer
 from tandem.parallel.watchdog import note
 from tandem.parallel.world import World, launched
 from tandem.rewards.scoring import named
-from tandem.text import counted
+from tandem.text import counted, visible
 from tandem.training.agreement import require_one_configuration
 from tandem.training.answer_records import shown_rows
 from tandem.training.callbacks import Callback, CallbackStop
@@ -308,9 +308,16 @@ def ledger_lines(rows: StepRows) -> list[str]:
                 detail = "; ".join(f"{reason}: {count}" for reason, count in reasons.items())
                 line += f" + {what} {sum(reasons.values())} ({detail})"
         if account.notes:
-            line += f"; noted: {'; '.join(f'{n}: {c}' for n, c in account.notes.items())}"
+            line += f"; noted: {'; '.join(_noted(account, note) for note in account.notes)}"
         lines.append(line)
     return lines
+
+
+def _noted(account: DatasetLedger, note: str) -> str:
+    """A note with the rows that it is on, and where the first one is."""
+    places = account.noted_at.get(note, ())
+    first = f" (the first: {visible(places[0])})" if places else ""
+    return f"{note}: {account.notes[note]}{first}"
 
 
 def _check_inputs(run: Run) -> None:

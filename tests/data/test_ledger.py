@@ -35,7 +35,8 @@ def filled() -> Ledger:
     account.leave("no rejected answer, in the share of pairs")
     for line in range(6, 11):
         account.bad(bad(line))
-    account.notes["turns left out"] += 1
+    account.note("turns left out", at(3))
+    account.duplicate(at(4))
     account.shapes["preference"] += 5
     account.blank()
     return ledger
@@ -153,7 +154,11 @@ def test_tables_show_all_numbers_and_no_escapes() -> None:
     assert "a.jsonl:8" in reasons
     assert "a.jsonl:9" not in reasons
     assert "unused: plain text, in the share of pairs" in reasons
-    assert "note: turns left out" in reasons
+    assert re.search(r"1 │ note: turns left out +│ a\.jsonl:3 ", reasons)
+    assert re.search(r"1 │ note: same turns and answers as an earlier row +│ a\.jsonl:4 ", reasons)
+    old = json.loads(ledger.to_json())
+    del old["datasets"][0]["noted_at"]  # an earlier version's
+    assert Ledger.from_json(json.dumps(old)).datasets["a"].noted_at == {}
     for note in ("3  | note: copies by weight", "1 | note: blank lines skipped"):
         assert re.search(note.replace(" ", r"\s*").replace("|", "│"), reasons)
     assert "duplicate" not in reasons

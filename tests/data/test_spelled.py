@@ -28,7 +28,12 @@ def notes(path: Path, rows: list[dict[str, str]], tokenizer: PreTrainedTokenizer
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = load_text([f"{path}:2"], DataConfig(heldout=0), seed=1)
     note_spelled(found.train, Renderer(tokenizer), found.ledger)
-    return {f"{count}: {note}" for note, count in found.ledger.datasets[path.stem].notes.items()}
+    account = found.ledger.datasets[path.stem]
+    lines = {
+        note: [int(at.rpartition(":")[2]) for at in account.noted_at[note]]
+        for note in account.notes
+    }
+    return {f"{count} at {lines[note]}: {note}" for note, count in account.notes.items()}
 
 
 def test_rows_that_look_rendered_and_other_control_strings(
@@ -43,9 +48,10 @@ def test_rows_that_look_rendered_and_other_control_strings(
     # A row that comes twice by its weight is one.
     assert notes(tmp_path / "a.jsonl", rows, thinking) == {
         (
-            "2: the text spells control tokens <|im_end|>, <|im_start|>, encoded as plain text: it "
-            "looks already rendered. Give its turns as messages, or prompt and answer without them"
+            "2 at [1, 2]: the text spells control tokens <|im_end|>, <|im_start|>, encoded as "
+            "plain text: it looks already rendered. Give its turns as messages, or prompt and "
+            "answer without them"
         ),
-        "1: the text spells control tokens </think>, <think>, encoded as plain text",
+        "1 at [3]: the text spells control tokens </think>, <think>, encoded as plain text",
     }
     assert not notes(tmp_path / "b.jsonl", rows[3:], thinking)

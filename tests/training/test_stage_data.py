@@ -234,4 +234,5 @@ def test_a_run_notes_rows_that_look_rendered(tmp_path: Path, tiny_model: str) ->
     (line,) = ledger_lines(rows)
     told = f"the text spells control tokens {tokenizer.eos_token}, encoded as plain text: it looks"
     assert told in line
-    assert line.endswith("Give its turns as messages, or prompt and answer without them: 3")
+    at = f"{tmp_path / 'rows.jsonl'}:1"
+    assert line.endswith(f"or prompt and answer without them: 3 (the first: {at})")
