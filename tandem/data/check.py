@@ -90,10 +90,15 @@ def check(
     lowest = config.lowest_imitated(scores=bool(leaving(stages, "reward model")))
     found = assign(read, split, ledger, seed=seed, stages=stages, grades=grades, lowest=lowest)
     if renderer is not None:
-        progress.begin("looking for control tokens in the rows")
+        progress.begin("looking for what the tokenizer reads otherwise")
         _note_rendering([row.sample for row in read], renderer, ledger)
     progress.clear()
     _print_account(console, ledger, stages)
+    if renderer is not None:
+        from tandem.data.unwritten import unwritten_lines
+
+        for line in unwritten_lines(renderer, ledger):
+            console.print(Text(line, style="red"))
     _print_characters(console, read)
     refused = 0
     if renderer is not None:
@@ -140,9 +145,11 @@ def _print_account(console: Console, ledger: Ledger, stages: Sequence[str]) -> N
 def _note_rendering(samples: Sequence[Sample], renderer: Renderer, ledger: Ledger) -> None:
     from tandem.data.spelled import note_spelled
     from tandem.data.unshown import note_unshown
+    from tandem.data.unwritten import note_unwritten
 
     note_spelled(samples, renderer, ledger)
     note_unshown(samples, renderer, ledger)
+    note_unwritten(samples, renderer, ledger)
 
 
 def _renderer_of(path: str, own: OwnTemplate | None) -> tuple[PreTrainedTokenizerBase, Renderer]:

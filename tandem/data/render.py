@@ -65,8 +65,8 @@ class Renderer:
         terminator_id: the token that ends an assistant's turn (a template's <|im_end|>, else EOS).
         stop_token_ids: every token at which generation must stop, the terminator first.
         pad_token_id: fills batches; masks never depend on it, so it may equal EOS.
-        frame: the control strings that the template writes around turns, with BOS and EOS.
-        thoughts: how the template takes what the assistant thinks before it speaks.
+        framing, frame: what the template writes around turns; the control strings there, BOS, EOS.
+        pieces, thoughts: text to ids and back; how the template takes what is thought before words.
     Raises:
         ModelError: the tokenizer has no EOS, or its template cannot be used for training.
     """
@@ -84,7 +84,7 @@ class Renderer:
                 "Set its eos_token to the token that ends a text."
             )
         self._control = ControlTokens(tokenizer)
-        self._pieces = PieceTokenizer(tokenizer, self._control)
+        self.pieces = PieceTokenizer(tokenizer, self._control)
         self._document_prefix, prefix_text = text_before(tokenizer)
         self._template = ChatTemplate(tokenizer, self._control, prefix_text, own)
         self.thoughts = self._template.thoughts
@@ -99,7 +99,7 @@ class Renderer:
         self._last: tuple[Any, _BeforeAnswer] | None = None
         self._lead, self._trail = self._decoded_frame()
         self._tokenizer = tokenizer
-        self.frame = self._frame()
+        self.framing, self.frame = self._frame()
         self._marked: str | None = None
         self._definition = definition_of(tokenizer)
 
@@ -245,7 +245,7 @@ class Renderer:
                 f"{excerpt(end)}, as the last one; got {excerpt(text.rpartition(word)[2])} after "
                 f"one of {where}. Use another chat_template."
             )
-        ids = self._pieces.encode(after, mark, (before + found)[-self._control.longest :], where)
+        ids = self.pieces.encode(after, mark, (before + found)[-self._control.longest :], where)
         return tuple(ids)
 
     def document(self, text: str, source: Source) -> TokenRow:
@@ -257,7 +257,7 @@ class Renderer:
         self._check_text(text, source)
         mark = free_mark([text])
         # A tokenizer treats the start of a text like the text after its BOS.
-        body = self._pieces.encode(self._control.cut(text, mark), mark, "", visible(str(source)))
+        body = self.pieces.encode(self._control.cut(text, mark), mark, "", visible(str(source)))
         ids = (*self._document_prefix, *body, self._eos_id)
         return TokenRow(ids, (False, *[True] * (len(ids) - 1)), source)
 
@@ -270,7 +270,7 @@ class Renderer:
         kept = [int(i) for i in ids]
         if kept and kept[-1] in self.stop_token_ids:
             kept.pop()
-        text = self._pieces.decode(kept)
+        text = self.pieces.decode(kept)
         words = text.removeprefix(self._lead).removesuffix(self._trail)
         return "" if self._lead.startswith(text) else words  # a stream would have to take it back
 
@@ -282,7 +282,7 @@ class Renderer:
 
     def continuation(self, ids: Sequence[int]) -> str:
         """The text of ids that follow other text, with nothing removed: of a plain completion."""
-        return self._pieces.decode([int(i) for i in ids])
+        return self.pieces.decode([int(i) for i in ids])
 
     def hides(self, messages: Sequence[Message], role: str) -> bool:
         """Whether the template writes nothing of a role's turns; not where it refuses them."""
@@ -331,10 +331,9 @@ class Renderer:
 
     def _encode(self, parts: Sequence[Part], mark: str, where: str) -> tuple[list[int], list[bool]]:
         """Ids of the parts and, per id, whether it is the assistant's and to be learned."""
-        ids: list[int] = []
-        mask: list[bool] = []
+        ids, mask = list[int](), list[bool]()
         for part in parts:
-            new = self._pieces.encode(part.text, mark, part.before, where)
+            new = self.pieces.encode(part.text, mark, part.before, where)
             if part.answer:
                 new.append(self.terminator_id)
             ids += new
@@ -380,11 +379,12 @@ class Renderer:
                 f"character that is a control token; got {excerpt(char)}. Remove it from the text."
             )
 
-    def _frame(self) -> frozenset[str]:
+    def _frame(self) -> tuple[str, frozenset[str]]:
         template, tokenizer = self._template, self._tokenizer
         own = template.prompt(template.opening, "probe") + template.terminator
         ends = (str(token) for token in (tokenizer.bos_token, tokenizer.eos_token) if token)
-        return frozenset((*self.spelled(own), *ends))
+        words = template.opening[-1].content
+        return own.replace(words, ""), frozenset((*self.spelled(own), *ends))
 
     def _decoded_frame(self) -> tuple[str, str]:
         """The text around the assistant's words in an answer's decoded ids."""
@@ -393,8 +393,8 @@ class Renderer:
             lead = ""  # what ends a thought there tells it from one that was cut off
         before = self._template.prompt(self._template.opening, "probe")
         for probe in PROBES:
-            ids = self._pieces.encode(lead + probe + trail, free_mark([lead, trail]), before, "")
-            head, found, tail = self._pieces.decode(ids).rpartition(probe)
+            ids = self.pieces.encode(lead + probe + trail, free_mark([lead, trail]), before, "")
+            head, found, tail = self.pieces.decode(ids).rpartition(probe)
             if found:
                 return head, tail
         return lead, trail

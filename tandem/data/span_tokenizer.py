@@ -8,6 +8,8 @@ continuation of the text before it.
 from __future__ import annotations
 
 import json
+import unicodedata
+from collections.abc import Iterable
 from functools import lru_cache
 
 from tokenizers import Tokenizer
@@ -20,6 +22,8 @@ from tandem.errors import DataError, ModelError
 # Characters that are usually not merged with what follows, the most likely first.
 _ANCHORS = "\n:.,;!?)0aZ"
 _PROBES = ("x", "Hi", "1", "the")
+_NEIGHBORS = "ae0A.▁"
+"""Characters between which another one is tried."""
 _MOST_HOLES = 2**20
 """Unused ids that a vocabulary may have, besides one per token."""
 
@@ -39,6 +43,9 @@ class PieceTokenizer:
         self._control = control
         self._in_context = lru_cache(maxsize=64)(self._ids_in_context)
         odd = control.forbidden | {tokenizer.unk_token_id}
+        own = getattr(tokenizer.backend_tokenizer.model, "unk_token", None)
+        unknown = tokenizer.unk_token_id, own and tokenizer.backend_tokenizer.token_to_id(own)
+        self._unknown = frozenset(i for i in unknown if isinstance(i, int))
         anchors = {anchor: self._whole(anchor) for anchor in _ANCHORS}
         self._anchors = {a: ids for a, ids in anchors.items() if ids and not odd & set(ids)}
         self._adds_space = self._changes_a_beginning()
@@ -68,6 +75,38 @@ class PieceTokenizer:
         if not self._decode_anchor:
             return self._text(ids)
         return self._text(self._decode_anchor + ids)[len(self._text(self._decode_anchor)) :]
+
+    def lost(self, characters: Iterable[str]) -> set[str]:
+        """Those of the characters that it cannot write: it makes nothing of one, or the unknown
+        token. Characters that do not show are not among them, but for white space."""
+        unknown = self._unknown
+        plain = {c: self._whole(c) for c in _NEIGHBORS}
+        written = (
+            c for c, ids in plain.items() if unknown.isdisjoint(ids) and c in self._text(ids)
+        )
+        beside = next(written, None)
+        if beside is None or not self.writes_by_character:
+            return set()
+        nothing = self._text(self._whole(beside * 2))
+        found = set()
+        for character in characters:
+            text = beside + character + beside
+            ids = self._whole(text)
+            if not unknown.isdisjoint(ids):
+                found.add(character)
+            elif _shows(character) and text not in (decoded := self._text(ids)):
+                found |= {character} if decoded == nothing else set()
+        return found
+
+    def has_unknown(self, text: str) -> bool:
+        """Whether the unknown token is among the ids of a text."""
+        return not self._unknown.isdisjoint(self._whole(text))
+
+    @property
+    def writes_by_character(self) -> bool:
+        """Whether it can write a text if it can write each of its characters."""
+        model = self._tokenizer.backend_tokenizer.model
+        return type(model).__name__ not in ("WordLevel", "WordPiece")
 
     def _encode_piece(self, piece: str, before: str, where: str) -> list[int]:
         ids = list(self._in_context(piece, before))
@@ -171,6 +210,11 @@ class PieceTokenizer:
             return str(self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False))
         # Cleaning up spaces is for WordPiece and breaks every other tokenizer.
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def _shows(character: str) -> bool:
+    """Whether the loss of a character matters: control and format characters are seldom seen."""
+    return character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs")
 
 
 def _encodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:

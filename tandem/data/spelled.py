@@ -45,7 +45,7 @@ def note_spelled(samples: Iterable[Sample], renderer: Renderer, ledger: Ledger) 
     rendered: dict[str, _Found] = defaultdict(_Found)
     others: dict[str, _Found] = defaultdict(_Found)
     for sample in {id(sample): sample for sample in samples}.values():
-        tokens = [token for text in _texts(sample) for token in renderer.spelled(text)]
+        tokens = [token for text in texts_in(sample) for token in renderer.spelled(text)]
         if frame := [token for token in tokens if token in renderer.frame]:
             rendered[sample.source.dataset].add(sample.source, frame)
         elif tokens:
@@ -60,7 +60,7 @@ def note_spelled(samples: Iterable[Sample], renderer: Renderer, ledger: Ledger) 
                 ledger.datasets[name].note(spelled + more, source)
 
 
-def _texts(sample: Sample) -> Iterable[str]:
+def texts_in(sample: Sample) -> Iterable[str]:
     """All text of a sample."""
     ranked = [answer for _, answer in sample.ranking]
     answers = ranked or (sample.chosen, sample.rejected)

@@ -30,6 +30,7 @@ from tandem.config.stages import (
     stage_of,
 )
 from tandem.data.ledger import USES, DatasetLedger
+from tandem.data.unwritten import unwritten_lines
 from tandem.devices import resolve_device
 from tandem.engine.allocator import give_back_memory, keep_freed_memory
 from tandem.engine.module_scorer import RewardModule
@@ -207,7 +208,8 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
     rows = prepare_rows(config, *tokenizer_sources(run))
     run.note_data(rows)
     room = positions(tokenizer_sources(run)[0], config)
-    for line in ledger_lines(rows) + left_out_lines(config, rows.ledger, rows.lengths, room):
+    lines = ledger_lines(rows) + left_out_lines(config, rows.ledger, rows.lengths, room)
+    for line in lines + unwritten_lines(rows.renderer, rows.ledger):
         print_line(line)
     if rows.spread:
         kinds = ", ".join(f"{few:,} of {of:,} {kind}" for kind, (few, of) in rows.spread.items())

@@ -24,6 +24,7 @@ from tandem.data.own_template import OwnTemplate, put_template, read_template
 from tandem.data.render import Renderer
 from tandem.data.spelled import note_spelled
 from tandem.data.unshown import note_unshown
+from tandem.data.unwritten import note_unwritten
 from tandem.garbage import collected_seldom
 from tandem.models.eos import load_stop_ids
 from tandem.models.load import load_tokenizer
@@ -151,6 +152,7 @@ def prepare_rows(
     rows = (*data.texts, *data.pairs, *data.prompts, *data.heldout, *ptx.texts, *ptx.heldout)
     note_spelled(rows, renderer, data.ledger)
     note_unshown(rows, renderer, data.ledger)
+    note_unwritten(rows, renderer, data.ledger)
     judges = _judges(config, renderer, reward_renderer, own)
     _note_unjudged((*data.prompts, *data.heldout), judges, data.ledger)
     as_prompts = partial(render.prompts, renderer=renderer, judges=judges)
