@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from tandem.config.dataset import DataConfig
 from tandem.config.stages import DEFAULT, leaving
 from tandem.data.assign import ReadRow, assign
+from tandem.data.check_tokens import TokenCheck, first_rows, parts_of, print_lengths
 from tandem.data.dataset import read_all
 from tandem.data.formats import OnBlank, Rows
 from tandem.data.grades import Mode
@@ -24,8 +24,7 @@ from tandem.data.own_template import OwnTemplate, read_template
 from tandem.data.progress import Progress
 from tandem.data.sources import DataSpec, read_rows
 from tandem.data.split import Split, opening, shares_among
-from tandem.data.tokenview import render, token_text
-from tandem.errors import DataError, ModelError
+from tandem.errors import ModelError
 from tandem.message import answer_text
 from tandem.text import counted, first_line, visible
 from tandem.types import Sample
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
     from tandem.data.render import Renderer
 
-_QUANTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 _SHOWN_CHARACTERS = 2000
 
 
@@ -61,7 +59,7 @@ def check(
     escaped, so nothing in the data acts on the terminal.
 
     Args:
-        measured: rows whose tokens are counted, evenly spaced; 0: all.
+        measured: rows whose tokens are counted, evenly spaced, besides the longest; 0: all.
         progress: says on stderr what takes long.
         stages: those of the run. grades: how the reward model's stage learns graded answers.
     Returns:
@@ -71,10 +69,10 @@ def check(
         ModelError: the tokenizer cannot be loaded, or its chat template not be used.
     """
     console, progress = console or Console(), progress or Progress()
-    renderer, own = None, read_template(config.own_template)
+    tokens, own = None, read_template(config.own_template)
     if tokenizer_path:
         progress.begin(f"loading the tokenizer {visible(tokenizer_path)}", at_once=True)
-        tokenizer, renderer = _renderer_of(tokenizer_path, own)
+        tokens = TokenCheck(*_renderer_of(tokenizer_path, own), config)
     split = Split(config.split or shares_among(stages), 0.0 if eval_data else config.heldout)
     ledger = Ledger()
     read = read_all(
@@ -89,45 +87,43 @@ def check(
     progress.begin(f"dividing {counted(len(read), 'row')}")
     lowest = config.lowest_imitated(scores=bool(leaving(stages, "reward model")))
     found = assign(read, split, ledger, seed=seed, stages=stages, grades=grades, lowest=lowest)
-    if renderer is not None:
-        progress.begin("looking for what the tokenizer reads otherwise")
-        _note_rendering([row.sample for row in read], renderer, ledger)
+    if tokens is not None:
+        tokens.measure(read, measured, rows, ledger, progress)
     progress.clear()
-    _print_account(console, ledger, stages)
-    if renderer is not None:
-        from tandem.data.unwritten import unwritten_lines
-
-        for line in unwritten_lines(renderer, ledger):
-            console.print(Text(line, style="red"))
+    _print_account(console, ledger, stages, with_tokens=tokens is not None)
+    if tokens is not None:
+        tokens.print_limits(console, found, stages)
+        tokens.print_warnings(console, ledger)
     _print_characters(console, read)
-    refused = 0
-    if renderer is not None:
-        some = _evenly(read, measured)
-        refused = _check_tokens(console, progress, read, some, tokenizer, renderer, config, rows)
+    if tokens is not None:
+        tokens.print_rows(console, rows)
     else:
-        for row in _first_rows(read, rows):
+        for row in first_rows(read, rows):
             _print_sample(console, row.sample)
     _print_bias(console, read)
     _print_labels(console, read)
     _print_grades(console, read, found.grades if leaving(stages, "reward model") else "")
     _print_shared(console, read)
-    return 1 if ledger.num_dropped or refused else 0
+    return 1 if ledger.num_dropped or (tokens is not None and tokens.num_refused) else 0
 
 
 def _print_characters(console: Console, read: Sequence[ReadRow]) -> None:
     lengths: dict[str, list[int]] = defaultdict(list)
     for row in read:
-        for part, text in _parts(row.sample).items():
+        for part, text in parts_of(row.sample).items():
             lengths[part].append(len(text))
-    _print_lengths(console, "characters", lengths)
+    print_lengths(console, "characters", lengths)
 
 
-def _print_account(console: Console, ledger: Ledger, stages: Sequence[str]) -> None:
+def _print_account(
+    console: Console, ledger: Ledger, stages: Sequence[str], *, with_tokens: bool
+) -> None:
     """What became of the rows, and how they were read."""
     console.print(ledger.table())
     console.print(
         f"used: in a run of {' '.join(stages)} (one stage alone, --stages {stages[0]}, uses all "
         "but the held-out rows), before the length limits (dataset.max_tokens, max_prompt_tokens)"
+        f"{'' if with_tokens else ', which --tokenizer MODEL counts'}"
     )
     if ledger.num_dropped:
         console.print(
@@ -140,16 +136,6 @@ def _print_account(console: Console, ledger: Ledger, stages: Sequence[str]) -> N
     for name, account in ledger.datasets.items():
         shapes = ", ".join(f"{shape} ({count})" for shape, count in account.shapes.items())
         console.print(Text(f"{visible(name)} was read as: {shapes or 'nothing usable'}"))
-
-
-def _note_rendering(samples: Sequence[Sample], renderer: Renderer, ledger: Ledger) -> None:
-    from tandem.data.spelled import note_spelled
-    from tandem.data.unshown import note_unshown
-    from tandem.data.unwritten import note_unwritten
-
-    note_spelled(samples, renderer, ledger)
-    note_unshown(samples, renderer, ledger)
-    note_unwritten(samples, renderer, ledger)
 
 
 def _renderer_of(path: str, own: OwnTemplate | None) -> tuple[PreTrainedTokenizerBase, Renderer]:
@@ -173,27 +159,6 @@ def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             f"tokenizer {visible(path)} must be a folder or hub name that loads; "
             f"got {type(error).__name__}: {cause}. Check the path."
         ) from None
-
-
-def _parts(sample: Sample) -> dict[str, str]:
-    """A sample's texts by name."""
-    prompt = sample.tools + "".join(map(answer_text, sample.prompt))
-    answers = {"chosen": sample.chosen, "rejected": sample.rejected}
-    said = {name: answer_text(answer) for name, answer in answers.items() if answer is not None}
-    named = {"prompt": prompt or None, **said, "text": sample.text}
-    return {name: text for name, text in named.items() if text is not None}
-
-
-def _print_lengths(console: Console, unit: str, lengths: Mapping[str, Sequence[int]]) -> None:
-    table = Table(title=f"Lengths in {unit}, by percentile of the rows", title_justify="left")
-    table.add_column("part")
-    heads = [f"{q}%" for q in _QUANTILES[1:-1]]
-    for head in ("rows", "min", *heads, "max"):
-        table.add_column(head, justify="right")
-    for part, values in lengths.items():
-        numbers = np.percentile(values, _QUANTILES, method="nearest").astype(int)
-        table.add_row(part, str(len(values)), *map(str, numbers))
-    console.print(table)
 
 
 def _print_bias(console: Console, read: Sequence[ReadRow]) -> None:
@@ -262,15 +227,6 @@ def _print_shared(console: Console, read: Sequence[ReadRow]) -> None:
         console.print(Text(f"Prompts shared between {names}: {len(firsts)}, such as '{start}'."))
 
 
-def _first_rows(read: Iterable[ReadRow], rows: int) -> Iterable[ReadRow]:
-    """The first `rows` of each data set."""
-    shown: Counter[str] = Counter()
-    for row in read:
-        shown[row.spec.name] += 1
-        if shown[row.spec.name] <= rows:
-            yield row
-
-
 def _print_sample(console: Console, sample: Sample) -> None:
     console.print(Text(f"\n{visible(str(sample.source))}", style="bold"))
     if sample.tools:
@@ -288,97 +244,6 @@ def _print_sample(console: Console, sample: Sample) -> None:
 def _shown(text: str) -> str:
     cut = text[:_SHOWN_CHARACTERS]
     return visible(cut) + ("..." if len(text) > len(cut) else "")
-
-
-@dataclass
-class _Measured:
-    """Token lengths by part, the rows that have them, and why others cannot be rendered."""
-
-    lengths: dict[str, list[int]]
-    renderable: list[ReadRow]
-    refused: list[str]
-
-
-def _evenly(read: Sequence[ReadRow], number: int) -> Sequence[ReadRow]:
-    """So many of the rows, evenly spaced; all of them if they are not more or `number` is 0."""
-    if not 0 < number < len(read):
-        return read
-    return [read[place * len(read) // number] for place in range(number)]
-
-
-def _measure(read: Iterable[ReadRow], renderer: Renderer) -> _Measured:
-    found = _Measured(defaultdict(list), [], [])
-    for row in read:
-        try:
-            rendered = render(renderer, row.sample)
-        except DataError as error:
-            found.refused.append(str(error))
-            continue
-        found.renderable.append(row)
-        for part, tokens in rendered.items():
-            found.lengths[part].append(len(tokens))
-    return found
-
-
-def _check_tokens(
-    console: Console,
-    progress: Progress,
-    read: Sequence[ReadRow],
-    some: Sequence[ReadRow],
-    tokenizer: PreTrainedTokenizerBase,
-    renderer: Renderer,
-    config: DataConfig,
-    rows: int,
-) -> int:
-    """Print the first rows by token and the lengths of `some`; how many cannot be rendered."""
-    progress.begin("rendering")
-    measures = first = _measure(progress.over(some, len(some)), renderer)
-    progress.clear()
-    if len(some) < len(read):
-        first = _measure(_first_rows(read, rows), renderer)
-    _print_tokens(console, _first_rows(first.renderable, rows), tokenizer, renderer)
-    _print_token_lengths(console, measures, config, len(read))
-    return len(measures.refused)
-
-
-def _print_tokens(
-    console: Console,
-    shown: Iterable[ReadRow],
-    tokenizer: PreTrainedTokenizerBase,
-    renderer: Renderer,
-) -> None:
-    """Samples by token."""
-    for row in shown:
-        rendered = render(renderer, row.sample)
-        for part, tokens in rendered.items():
-            if part == "prompt" and len(rendered) > 1:
-                continue  # the answers show it
-            learned = sum(tokens.response_mask)
-            head = f"{visible(str(row.sample.source))} {part}: {len(tokens)} tokens"
-            console.print(Text(f"\n{head}, {learned} learned", style="bold"))
-            console.print(token_text(tokens, tokenizer, renderer.stop_token_ids))
-
-
-def _print_token_lengths(
-    console: Console, measured: _Measured, config: DataConfig, num_rows: int
-) -> None:
-    """Token lengths, rows over the limits, and rows that cannot be rendered."""
-    lengths, refused = measured.lengths, measured.refused
-    num_tried = len(measured.renderable) + len(refused)
-    _print_lengths(console, "tokens (answers with their prompt)", lengths)
-    if num_tried < num_rows:
-        share = f"{num_tried:,} evenly spaced rows of {num_rows:,}"
-        console.print(Text(f"Tokens are those of {share}; --measured 0 counts all."))
-    for part, values in lengths.items():
-        knob = "max_prompt_tokens" if part == "prompt" else "max_tokens"
-        limit = getattr(config, knob)
-        if over := sum(value > limit for value in values):
-            share = f"{over} of {len(values)} ({over / len(values):.1%})"
-            console.print(Text(f"{part}: {share} are longer than {knob} {limit}."))
-    for message in refused[:3]:
-        console.print(Text(f"cannot be rendered: {visible(message)}", style="red"))
-    if refused:
-        console.print(Text(f"rows that cannot be rendered: {len(refused)}", style="red"))
 
 
 def _counted_rows(progress: Progress, spec: DataSpec, *, on_blank: OnBlank) -> Rows:

@@ -87,7 +87,9 @@ def _data_parser() -> Parser:
     )
     columns = "Column map for files of other shapes, as role=column."
     split = "Shares of the prompts for SFT, reward model and PPO."
-    tokenizer = "A model's folder or hub name: count tokens, show rows as tokens, apply the limits."
+    tokenizer = (
+        "A model's folder or hub name: show rows as tokens, count tokens and rows over limits."
+    )
     parser.section("data")
     parser.flag("DATA ...", "Data sets as FILE_OR_NAME[@CONFIGURATION/SPLIT][:weight].", nargs="+")
     parser.flag("--sft-data DATA ...", "Data sets for SFT only.", [], shown="none")
@@ -106,7 +108,7 @@ def _data_parser() -> Parser:
     parser.flag("--rows N", "Rows to show of each data set.", 3)
     parser.section("tokens")
     parser.flag("--tokenizer PATH", tokenizer, shown="none")
-    measured = "Rows whose tokens are counted, evenly spaced; 0: all."
+    measured = "Rows whose tokens are counted, evenly spaced, besides the longest; 0: all."
     parser.flag("--measured N", measured, _MEASURED)
     template = "tokenizer (its own), a Jinja file, a folder with one, default or none."
     parser.flag("--chat-template FILE", template, TOKENIZERS_OWN, type=home_path)

@@ -170,7 +170,9 @@ def test_rows_are_shown_in_a_template_of_ones_own(tmp_path: Path) -> None:
     console = Console(file=out, width=250, no_color=True)
     assert check(config, [data], seed=1, console=console, **options) == 1
     assert "\nQuestion 0?a longer answer<|endoftext|>" in out.getvalue()
-    assert "rows that cannot be rendered: 1" in out.getvalue()
+    shown = out.getvalue()
+    assert "rows that cannot be rendered: 1 of 21 measured, which are counted as used" in shown
+    assert shown.index("rows that cannot be rendered") < shown.index("Lengths in characters")
     with pytest.raises(ConfigError, match=r"gone.jinja', which does not exist"):
         check(DataConfig(chat_template="gone.jinja"), [data], seed=1, console=console)
 
@@ -209,11 +211,34 @@ def test_tokens_of_evenly_spaced_rows_are_counted(tmp_path: Path, shared: Path) 
     tokenizer = str(shared / "tokenizers/smollm2")
     path = write(tmp_path / "a.jsonl", ROWS)
     _, text = run([path], tokenizer_path=tokenizer, measured=5, rows=2)
-    assert "Tokens are those of 5 evenly spaced rows of 20; --measured 0 counts all." in text
+    assert "Tokens are those of 5 evenly spaced rows of 20, but max is also of the 15 rows" in text
     assert "a.jsonl:1 chosen" in text
     assert "a.jsonl:2 chosen" in text
     _, text = run([path], tokenizer_path=tokenizer, measured=0)
     assert "evenly spaced" not in text
+
+
+def test_the_longest_row_is_measured_and_held_to_the_limits(tmp_path: Path, shared: Path) -> None:
+    rows = [{"prompt": f"Question {i}?", "completion": "yes"} for i in range(200)]
+    rows[133]["completion"] = "no " * 3000
+    path = write(tmp_path / "a.jsonl", rows)
+    tokenizer = str(shared / "models" / "stories260K" / "hf")
+    _, text = run([path], tokenizer_path=tokenizer, measured=10, rows=0, stages=["sft"])
+    over = f"are longer than max_tokens 512, and dropped by a run; the first: {path}:134"
+    told = f"limits: 0 of 10 evenly spaced rows (0.0%), and 1 of the 100 longest others, {over}"
+    assert told in " ".join(text.split())
+    assert text.index("limits: ") < text.index("Lengths in characters")
+    line = next(
+        line for line in text.split("Lengths in tokens")[1].splitlines() if "chosen" in line
+    )
+    cells = [int(cell) for cell in line.strip("│").split("│")[1:]]
+    assert (cells[0], cells[-2] < 50, cells[-1] > 3000) == (10, True, True)
+    _, text = run([path], tokenizer_path=tokenizer, rows=0, stages=["sft"])
+    assert f"limits: 1 of 200 rows (0.5%) {over}\n" in text
+    # As prompts they are all short enough.
+    _, text = run([path], tokenizer_path=tokenizer, rows=0, stages=["grpo"])
+    assert "limits: 200 rows are within max_prompt_tokens 256\n" in text
+    assert "which --tokenizer MODEL counts" in run([path], rows=0)[1]
 
 
 def test_flags_of_a_run_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
