@@ -58,7 +58,7 @@ def whole_dialog(prompt: Turns, answer: Any, field: str) -> Turns:
     """The whole dialog of a prompt and its answer column; one message is the answer."""
     if isinstance(answer, str):
         return (*prompt, Message("assistant", text_of(answer, field)))
-    turns = turns_of([answer] if isinstance(answer, dict) else answer, field)
+    turns = turns_of([answer] if isinstance(answer, dict) else answer, field, or_text=True)
     if turns[0].role == "assistant":
         return prompt + turns
     # A dialog may have a system turn that its prompt column lacks.

@@ -112,17 +112,20 @@ def maybe_blank(value: Any, field: str) -> str:
     return text_of(value, field) if not isinstance(value, str) or value.strip() else value
 
 
-def turns_of(value: Any, field: str) -> Turns:
+def turns_of(value: Any, field: str, *, or_text: bool = False) -> Turns:
     """A list of messages, as role and content or as ShareGPT's from and value.
 
     Blank system turns are skipped. An assistant turn with `weight` 0 or `train` false is not
     learned.
 
+    Args:
+        or_text: whether the column may have text instead, for the message.
     Raises:
         RowProblem: not a list, no messages, an unknown role, or content that is not text.
     """
     if not isinstance(value, list | tuple):
-        raise RowProblem(field, describe(value), "be a list of messages")
+        kinds = "text or a list of messages" if or_text else "a list of messages"
+        raise RowProblem(field, describe(value), f"be {kinds}")
     turns = tuple(_turn(item, field, number) for number, item in enumerate(value, 1))
     turns = tuple(t for t in turns if t.role != "system" or t.content.strip())
     if not turns:
@@ -160,7 +163,7 @@ def prompt_turns(value: Any, field: str) -> Turns:
     if isinstance(value, tuple) and value and isinstance(value[0], Message):
         return value
     if not isinstance(value, str):
-        return turns_of(value, field)
+        return turns_of(value, field, or_text=True)
     text = text_of(value, field)
     if _TRANSCRIPT_PROMPT.match(text):
         return transcript_turns(text, field)[:-1]

@@ -212,7 +212,7 @@ PRINTED = "[{'role': 'user', 'content': 'a'}]"
     ("row", "columns", "told"),
     [
         ({"q": " ", "a": "4"}, {"prompt": "q", "completion": "a"}, "q must not be blank"),
-        ({"q": "2+2?", "a": 4}, {"prompt": "q", "completion": "a"}, "a must be a list of messages"),
+        ({"q": "2+2?", "a": 4}, {"prompt": "q", "completion": "a"}, "a must be text or a list of"),
         ({"q": PRINTED, "a": "4"}, {"prompt": "q", "completion": "a"}, "q must be text, or mess"),
         (
             {"q": "2+2?", "a": "4", "b": " "},
@@ -337,7 +337,7 @@ HH = "\n\nHuman: 2+2?\n\nAssistant: "
         ({"prompt": "p", "chosen": "a", "rejected": "\t"}, "rejected", r"'\t'", "not be blank"),
         ({"prompt": "p", "chosen": 4, "rejected": "b"}, "chosen", "the number 4", "list of mess"),
         ({"prompt": " ", "completion": "b"}, "prompt", "' '", "not be blank"),
-        ({"prompt": 1, "completion": "b"}, "prompt", "the number 1", "be a list of messages"),
+        ({"prompt": 1, "completion": "b"}, "prompt", "the number 1", "be text or a list of mess"),
         ({"prompt": "p", "completion": [bot(" ")]}, "completion", "' '", "not be blank"),
         ({"prompt": [bot("x")], "chosen": "a"}, "prompt", "assistant first", "begin with a user"),
         ({"prompt": "p", "completion": [bot("x"), user("y")]}, "completion", "user last", "end w"),
