@@ -18,10 +18,12 @@ from tandem.models.folder import read_headers, read_object
 from tandem.models.hf_logging import quiet
 from tandem.models.text_families import has_equal
 from tandem.models.validate_checkpoint import check_folder, check_weights
-from tandem.text import cause_of, is_unicode, one_line
+from tandem.text import cause_of, counted, is_unicode, one_line, visible
 
 ADAPTER_CONFIG = "adapter_config.json"
 _HUB_TIMEOUT_SECONDS = 10.0
+_SHOWN = 3
+"""Files of a folder that is no model which are named."""
 _SAVED_DTYPE = "tandem_saved_dtype"
 """The attribute in which a model keeps the dtype of its checkpoint."""
 _LAYER_NUMBERS = "tandem_layer_numbers"
@@ -109,12 +111,7 @@ def require_config(source: Located) -> None:
         ModelError: it has no config.json, or one whose text_config is no object.
     """
     if source.folder is not None and not (source.folder / "config.json").exists():
-        held = sorted(path.name for path in source.folder.iterdir())
-        some = f"{len(held)} others, {', '.join(held[:3])}" if held else "an empty folder"
-        raise ModelError(
-            f"model {source.name!r} must be a folder with config.json; got {ascii(some)[1:-1]}"
-            f"{' ...' if len(held) > 3 else ''}. Give a model's folder or its hub name."
-        )
+        raise _no_config(source.name, source.folder)
     if source.folder is not None:
         try:
             text = read_object(source.folder / "config.json").get("text_config", {})
@@ -125,6 +122,19 @@ def require_config(source: Located) -> None:
                 f"text_config of {source.name!r} must be an object of a config's settings; got "
                 f"{type(text).__name__}. Copy or save the model again."
             )
+
+
+def _no_config(name: str, folder: Path) -> ModelError:
+    """What is said of a folder without config.json."""
+    held = sorted(path.name for path in folder.iterdir())
+    models = [held_name for held_name in held if (folder / held_name / "config.json").is_file()]
+    found, advice = "an empty folder", "Give a model's folder or its hub name."
+    if held:
+        listed = ", ".join(held[:_SHOWN]) + ", ..." * (len(held) > _SHOWN)
+        found = f"one that holds {counted(len(held), 'other')}: {visible(listed)}"
+    if models:
+        advice = f"{visible(models[0])} in it has a config.json: give {str(folder / models[0])!r}."
+    return ModelError(f"model {name!r} must be a folder with config.json; got {found}. {advice}")
 
 
 def load_config(source: Located, *, trust_remote_code: bool = False) -> PreTrainedConfig:

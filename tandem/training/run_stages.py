@@ -42,6 +42,7 @@ from tandem.metrics.answers import ROWS_FILE
 from tandem.metrics.sinks import missing_trackers
 from tandem.models.checkpoint_ref import model_folders
 from tandem.models.load import load_tokenizer
+from tandem.models.source import locate, require_config, whole_model
 from tandem.parallel.watchdog import note
 from tandem.parallel.world import World, launched
 from tandem.rewards.scoring import named
@@ -359,6 +360,9 @@ def _check_inputs(run: Run) -> None:
         )
     if problems:
         raise ConfigError(". ".join(problems))
+    named_models = (config.actor_model, config.reward_model, config.reference_model, *further)
+    for model in filter(None, named_models):
+        require_config(whole_model(locate(model)))
     if rl and function:
         named(function)  # a typo must not cost two stages
     if rl:
@@ -368,7 +372,6 @@ def _check_inputs(run: Run) -> None:
         code = config.trust_remote_code
         own = load_tokenizer(tokenizer_sources(run)[0], trust_remote_code=code)
         require_same_tokens(config.reference_model, own, trust_remote_code=code)
-    named_models = (config.actor_model, config.reward_model, config.reference_model, *further)
     for model in dict.fromkeys(named_models):
         for folder in model_folders(model) if model else ():
             verify_beside(folder, world=run.world)

@@ -90,7 +90,7 @@ def test_missing_config(folder: Path) -> None:
     for load in (load_causal_lm, load_tokenizer):
         if load is load_tokenizer:
             (folder / "tokenizer.json").unlink()
-        with pytest.raises(ModelError, match=r"must be a folder with config.json; got .* others, "):
+        with pytest.raises(ModelError, match=r"config.json; got one that holds \d+ others: "):
             load(folder)
 
 
@@ -100,6 +100,19 @@ def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
             ModelError, match=r"folder with config.json; got an empty folder\. Give"
         ):
             load(tmp_path)
+
+
+def test_a_folder_with_a_model_in_it(folder: Path, tmp_path: Path) -> None:
+    outer = tmp_path / "outer"
+    outer.mkdir()
+    (outer / "notes.json").write_text("{}")
+    folder.rename(outer / "hf")
+    with pytest.raises(ModelError) as told:
+        load_causal_lm(outer)
+    assert str(told.value) == (
+        f"model {str(outer)!r} must be a folder with config.json; got one that holds 2 others: hf, "
+        f"notes.json. hf in it has a config.json: give {str(outer / 'hf')!r}."
+    )
 
 
 def test_unknown_family(folder: Path) -> None:

@@ -235,6 +235,17 @@ def test_rows_beyond_the_models_positions_stop_before_the_first_step(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_that_is_no_model_is_told_before_data_are_read(
+    tmp_path: Path, tiny_model: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    (folder / "config.json").unlink()
+    config = tiny_config(tmp_path / "run", str(folder), str(tmp_path / "gone.jsonl"))
+    with pytest.raises(ModelError, match=r"must be a folder with config.json; got one that holds"):
+        quiet(config)
+
+
 def test_a_stage_without_rows_names_the_columns_that_nothing_reads(
     tmp_path: Path, tiny_model: str
 ) -> None:
