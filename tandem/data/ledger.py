@@ -111,7 +111,8 @@ class DatasetLedger:
 
     def bad(self, row: BadRow) -> None:
         """A row could not be used."""
-        example = f"found {row.found}. {row.advice}".strip()
+        advice = f"Map them: {row.source.path}::{row.map}" if row.map else row.advice
+        example = f"found {row.found}. {advice}".strip()
         self.dropped.setdefault(row.reason, Dropped(example=example)).add(row.source)
 
     @property

@@ -11,6 +11,7 @@ from tandem.data.aliases import (
     given_columns,
     is_conversation,
     prompt_column,
+    says_something,
 )
 from tandem.data.answer_lists import LISTS
 from tandem.data.excerpt import names
@@ -18,24 +19,55 @@ from tandem.data.mapped_row import COMPARED, MARKS, MappedRow
 from tandem.data.rows import Row, RowProblem
 from tandem.data.two_answers import pair_of_names
 
+_ROLES = {
+    "question": "prompt",
+    "instruction": "prompt",
+    "answer": "completion",
+    "output": "completion",
+    "conversations": "messages",
+}
+"""Roles of the columns that some shapes have in place of a prompt, an answer, or both."""
+
 
 def unknown_shape(
-    row: Row, renamed: Row, columns: Mapping[str, str], needs: Sequence[str]
+    row: Row,
+    renamed: Row,
+    columns: Mapping[str, str],
+    needs: Sequence[str],
+    lower: Mapping[str, str],
 ) -> RowProblem:
     """The problem of a row that has no known shape.
 
     Args:
         row: with the file's names. renamed: with mapped columns under their roles. columns: the
             user's column map. needs: the columns of each known shape, as the error says them.
+        lower: role to column, of the shape that the row has with its columns in lower case.
     """
     if gap := _null_in_map(row, columns) or _gap_in_map(row, columns):
         return gap
+    if lower:
+        return _of_case(row, lower)
     example = "Map its columns, as in FILE::prompt=question,completion=answer."
     return RowProblem(
         "",
         names(row) + (f" with {', '.join(columns)} mapped" if columns else ""),
         f"have the columns of a known shape ({'; '.join(needs)})",
         example if columns else _map_of_two(row) or map_to_add(renamed) or example,
+    )
+
+
+def _of_case(row: Row, lower: Mapping[str, str]) -> RowProblem:
+    """That a row's columns have a shape but for their case."""
+    own = {name.lower(): name for name in row}
+    mapped = ",".join(f"{_ROLES.get(role, role)}={own[column]}" for role, column in lower.items())
+    if any(own.get(name) and says_something(row[own[name]]) for name in ("input", "history")):
+        mapped = ""  # a map reads the prompt's column alone
+    return RowProblem(
+        "",
+        names(row),
+        f"name its columns in lower case ({', '.join(lower.values())})",
+        "Rename its columns." if not mapped else "",
+        mapped,
     )
 
 

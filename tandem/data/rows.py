@@ -34,6 +34,7 @@ class BadRow:
     field: the column (or a dotted path inside it); "" for the whole row.
     found, expected: what it is, and what it must do ("be one JSON object").
     advice: a sentence about this row ("The nearest role is assistant."), or "".
+    map: a column map that makes it readable, and with it all rows like it; or "".
     """
 
     source: Source
@@ -41,6 +42,7 @@ class BadRow:
     found: str
     expected: str
     advice: str = ""
+    map: str = ""
 
     @property
     def reason(self) -> str:
@@ -50,10 +52,12 @@ class BadRow:
     def error(self) -> DataError:
         """The error for this row."""
         where = f"field {visible(self.field)}" if self.field else "the row"
+        told = f"{visible(str(self.source))}: {where} must {self.expected}; found {self.found}."
+        if self.map:  # the other rows are no better
+            return DataError(f"{told} Map them: {visible(self.source.path)}::{self.map}")
         advice = f"{self.advice} " if self.advice else ""
         return DataError(
-            f"{visible(str(self.source))}: {where} must {self.expected}; found {self.found}. "
-            f"{advice}Fix the row, or drop and count such rows with --on-bad-row drop; "
+            f"{told} {advice}Fix the row, or drop and count such rows with --on-bad-row drop; "
             "`tandem data check` lists them all."
         )
 
@@ -61,13 +65,16 @@ class BadRow:
 class RowProblem(DataError):  # noqa: N818 - an error only once it has a place
     """Why a row cannot be used. See BadRow for the fields."""
 
-    def __init__(self, field: str, found: str, expected: str, advice: str = "") -> None:
+    def __init__(
+        self, field: str, found: str, expected: str, advice: str = "", map_: str = ""
+    ) -> None:
         self.field = field
         self.found = found
         self.expected = expected
         self.advice = advice
+        self.map = map_
         super().__init__(f"{field or 'the row'} must {expected}; found {found}. {advice}".strip())
 
     def at(self, source: Source) -> BadRow:
         """The same with a place."""
-        return BadRow(source, self.field, self.found, self.expected, self.advice)
+        return BadRow(source, self.field, self.found, self.expected, self.advice, self.map)

@@ -166,12 +166,29 @@ def _find(row: Row, columns: Mapping[str, str]) -> _Found:
     elif aliases:  # marks are of any shape
         shape = shape_of(values, columns)
     if shape is None:
-        raise unknown_shape(row, values, columns, NEEDS)
+        raise unknown_shape(row, values, columns, NEEDS, {} if columns else _in_lower_case(row))
     # A column that nobody mapped may be called so and mean something else.
     if "label" in columns or ("label" in shape.may and is_verdict(values.get("label"))):
         with _in_terms_of_the_row(columns):
             values["label"] = verdict(values["label"])
     return _Found(shape, values, columns, aliases, renamed, joined, compared)
+
+
+def _in_lower_case(row: Row) -> dict[str, str]:
+    """Role to column of what makes a plain shape of a row with its columns in lower case; {} if
+    nothing does, or the case is not all that is wrong."""
+    lower = {name.lower(): value for name, value in row.items()}
+    if len(lower) < len(row):
+        return {}
+    shape = shape_of(lower, {})
+    aliases = find_aliases(lower, shape.name if shape is not None else "")
+    if aliases:
+        shape = shape_of(lower | {role: lower[name] for role, name in aliases.items()}, {})
+    if shape is None:
+        return {}
+    given = aliases.keys() | {role for role, value in lower.items() if value is not None}
+    roles = (role for role in (*shape.needs, "rejected", "system") if role in given)
+    return {role: aliases.get(role, role) for role in dict.fromkeys(roles)}
 
 
 def _require_mapped(row: Row, columns: Mapping[str, str]) -> None:

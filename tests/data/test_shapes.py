@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from tandem.data.excerpt import names
 from tandem.data.rows import RowProblem
 from tandem.data.shapes import SHAPES
 from tandem.data.shaping import to_sample
+from tandem.data.sources import parse_columns
 from tandem.types import Message, Sample, Source
 
 HERE = Source("set", "set.jsonl", 3)
@@ -203,6 +205,41 @@ def test_a_margin_is_read_and_stays_a_column() -> None:
     assert found.sample.columns == {"margin": "1.5"}
     assert found.notes == ("with a margin, which the reward model's loss reads",)
     assert sample({"prompt": "2+2?", "chosen": "4", "rejected": "5", "margin": None}).margin == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "map_"),
+    [
+        (
+            {"Prompt": "p", "Chosen": "a", "Rejected": "b", "Notes": "n"},
+            "prompt=Prompt,chosen=Chosen,rejected=Rejected",
+        ),
+        ({"QUESTION": "p", "Answer": "a"}, "prompt=QUESTION,completion=Answer"),
+        ({"Instruction": "p", "Output": "a", "Input": ""}, "prompt=Instruction,completion=Output"),
+        ({"Query": "p", "Response": "a", "id": 3}, "prompt=Query,completion=Response"),
+        ({"Conversations": [user("p"), bot("a")]}, "messages=Conversations"),
+        ({"Text": "Once."}, "text=Text"),
+    ],
+)
+def test_columns_that_differ_in_case_alone_get_the_map_that_reads_them(
+    row: dict[str, Any], map_: str
+) -> None:
+    with pytest.raises(RowProblem) as problem:
+        to_sample(row, HERE)
+    told = str(problem.value.at(HERE).error())
+    assert f"); found {names(row)}. Map them: {HERE.path}::{map_}" in told
+    assert "--on-bad-row drop" not in told
+    assert len(told) < 250
+    to_sample(row, HERE, parse_columns(map_.split(","), "columns"))
+
+
+def test_columns_in_upper_case_that_no_map_can_join() -> None:
+    row = {"Instruction": "Add.", "Input": "2+2", "Output": "4"}
+    with pytest.raises(RowProblem, match=r"its columns in lower case .* Rename its columns\."):
+        to_sample(row, HERE)
+    for row in ({"Foo": "a", "Bar": "b"}, {"Prompt": "a", "PROMPT": "b"}):
+        with pytest.raises(RowProblem, match="columns of a known shape"):
+            to_sample(row, HERE)
 
 
 PRINTED = "[{'role': 'user', 'content': 'a'}]"
