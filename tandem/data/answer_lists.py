@@ -135,15 +135,46 @@ def _beside(mapped: MappedRow) -> list[str]:
     return [n for n, v in flat.items() if not any(isinstance(s, list | tuple | Mapping) for s in v)]
 
 
+def has_column(row: Row, name: str) -> bool:
+    """Whether a row has a column, or a list of objects with a key, as in answers.stars."""
+    return name in row or _each_in(row, name) is not None
+
+
+def with_nested(row: Row, columns: Mapping[str, str]) -> Row:
+    """`row` with a column for each key of objects in a list that is mapped to a role of several
+    answers, as in scores=answers.stars."""
+    nested = {columns[role] for role in ("answers", "scores", "ranks") if role in columns}
+    found = {name: _each_in(row, name) for name in nested if name not in row}
+    lists = {name: values for name, values in found.items() if values is not None}
+    return {**row, **lists} if lists else row
+
+
+def _each_in(row: Row, name: str) -> list[Any] | None:
+    column, dot, key = name.rpartition(".")
+    objects = json_list(row.get(column)) if dot else None
+    if objects is None or not _has(objects, key):
+        return None
+    return [each.get(key) if isinstance(each, Mapping) else None for each in objects]
+
+
 def lists_of_numbers(columns: Row) -> tuple[str, ...]:
-    """The columns that may be the scores of another's answers: lists of numbers, as many."""
+    """The columns that may be the scores of another's answers: lists of numbers, as many; and keys
+    of objects in a list that have a number each."""
     lists = {name: value for name, value in columns.items() if isinstance(value, list | tuple)}
     sizes = {len(value) for value in lists.values() if len(value) > 1 and _are_answers(value)}
-    return tuple(
+    beside = [
         name
         for name, value in lists.items()
         if len(value) in sizes and all(isinstance(each, int | float) for each in value)
-    )
+    ]
+    objects = {n: v for n, v in lists.items() if v and all(isinstance(o, Mapping) for o in v)}
+    inside = [
+        f"{name}.{key}"
+        for name, value in objects.items()
+        for key in value[0]
+        if all(isinstance(each.get(key), int | float) for each in value)
+    ]
+    return (*beside, *inside)
 
 
 def _are_messages(value: Any) -> bool:

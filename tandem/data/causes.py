@@ -83,6 +83,13 @@ def _map_of_answers(account: DatasetLedger, share: Share) -> tuple[str, str]:
         numbers = [name for name in others if account.numbers[name] == account.unread[name]]
         likely = numbers if len(numbers) == 1 else others
         scores = _like(likely, _SCORES, 0 if likely is numbers else len(likely))
+        inside = [
+            name
+            for name, count in account.numbers.items()
+            if name.startswith(f"{several[0]}.") and count == account.unread[several[0]]
+        ]
+        if inside and likely is not numbers:
+            scores = _like(inside, _SCORES, 0)
         answers = "" if several[0] in LISTS else f"answers={visible(several[0])},"
         return f"{answers}scores={scores}", "the list of the answers' scores"
     if share == "pairs":

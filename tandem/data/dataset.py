@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from tandem.config.dataset import DataConfig
 from tandem.config.stages import DEFAULT, in_order, leaving
+from tandem.data.answer_lists import has_column
 from tandem.data.assign import (
     Dataset,
     ReadRow,
@@ -251,7 +252,8 @@ def _samples(
         if isinstance(item, BadRow):
             _refuse(item, config, account)
             continue
-        own = set() if spec.columns else {c for c in columns.values() if c in item.columns}
+        general = () if spec.columns else columns.values()
+        own = {column for column in general if has_column(item.columns, column)}
         found |= own
         mapped = columns if own else spec.columns
         row = item.columns

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.data.aliases import find_aliases, find_marks, several_answers, whole_prompt, with_lists
+from tandem.data.answer_lists import with_nested
 from tandem.data.comparisons import Compared, named, read_compared
 from tandem.data.excerpt import names
 from tandem.data.grades import read_grade
@@ -142,6 +143,7 @@ def _find(row: Row, columns: Mapping[str, str]) -> _Found:
     Raises:
         RowProblem: as `to_sample`.
     """
+    row = with_nested(row, columns) if columns else row
     _require_mapped(row, columns)
     values = {name: value for name, value in row.items() if name not in columns.values()}
     values |= {role: row[column] for role, column in columns.items()}

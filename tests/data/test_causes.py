@@ -66,6 +66,11 @@ def test_prompts_alone_name_their_columns_and_a_map(
             "Map the list of the answers' scores, as in a.jsonl::scores=COLUMN",
         ),
         (
+            {"instruction": "a", "answers": [{"text": "b", "stars": 4}, {"text": "c", "stars": 1}]},
+            "pairs",
+            "Map the list of the answers' scores, as in a.jsonl::scores=answers.stars",
+        ),
+        (
             {"prompt": "a", "tags": ["x"], "responses": ["b", "c"], "my_ratings": [1, 2]},
             "texts",
             "Map the list of the answers' scores, as in a.jsonl::scores=my_ratings",

@@ -1226,3 +1226,34 @@ def test_an_answer_that_is_too_long_drops_its_ranking_as_of_any_other() -> None:
                                      for r in ids), row.ranks), 8, "truncate").row  # fmt: skip
     assert cut is not None
     assert [len(answer) for answer in cut.sequences] == [2, 8, 2]
+
+
+RATED = {
+    "instruction": "2+2?",
+    "answers": [{"text": "5", "stars": 1}, {"text": "4", "stars": 3}, {"text": "x", "stars": None}],
+}
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"scores": "answers.stars"},
+        {"prompt": "instruction", "answers": "answers.text", "scores": "answers.stars"},
+        {"prompt": "instruction", "answers": "answers", "scores": "answers.stars"},
+    ],
+)
+def test_scores_inside_the_answers_by_a_name_of_the_map(columns: dict[str, str]) -> None:
+    assert to_sample(RATED, HERE).shape == "prompt with prompt=instruction"
+    found = to_sample(RATED, HERE, columns)
+    assert found.sample.ranking == ((1, "4"), (2, "5"))
+    assert found.sample.columns == {"answers": RATED["answers"]}
+    assert found.shape.endswith("answers=answers.text,scores=answers.stars")
+    with pytest.raises(RowProblem, match=r"answers\.rank must exist, mapped to the role scores"):
+        to_sample(RATED, HERE, {**columns, "scores": "answers.rank"})
+
+
+def test_a_general_map_reads_scores_inside_the_answers(tmp_path: Path) -> None:
+    data = tmp_path / "a.jsonl"
+    data.write_text("".join(json.dumps({**RATED, "instruction": f"{i}?"}) + "\n" for i in range(9)))
+    config = DataConfig(columns=("scores=answers.stars",), heldout=0)
+    assert len(load_data(config, [str(data)], seed=1, stages=["reward"]).pairs) == 9
