@@ -204,17 +204,20 @@ class RewardFunctions:
         finally:
             self._on_heldout = False
 
-    def score(self, answers: Answers, only: str = "") -> list[FunctionScores]:
+    def score(
+        self, answers: Answers, only: str = "", *, tells: bool = True
+    ) -> list[FunctionScores]:
         """Each function's scores of the answers; failures are told in a line per function.
 
         Args:
             only: the label of the one function to call; empty: all of them.
+            tells: off leaves failures to `tell_failures`; what the functions print is shown.
         Raises:
             DataError: a function cannot take the columns; or it fails and `on_failure` is stop.
         """
         given = self._given(answers)
         return [
-            self._scored(function, self._call(function, answers, given), answers.sources)
+            self._scored(function, self._call(function, answers, given), answers.sources, tells)
             for function in self._functions
             if only in ("", function.spec.label)
         ]
@@ -261,7 +264,19 @@ class RewardFunctions:
             spec, call, WorkerPool(target, PoolLimits.of(config), printed.append), printed
         )
 
-    def _scored(self, function: _Function, call: Call, sources: Sequence[str]) -> FunctionScores:
+    def tell_failures(self, found: FunctionScores) -> None:
+        """Show a line on what a function failed on, if it did.
+
+        Raises:
+            DataError: it did, and `on_failure` is stop.
+        """
+        if found.failures:
+            self._require_no_failure(found)
+            self._print_line(found.describe())
+
+    def _scored(
+        self, function: _Function, call: Call, sources: Sequence[str], tells: bool
+    ) -> FunctionScores:
         spec = function.spec
         start = time.monotonic()
         with _shown_while_it_runs(self._print_line, spec.label, len(call)):
@@ -284,7 +299,7 @@ class RewardFunctions:
             advice=f"reward function {spec.label}: {told}" if told else "",
         )
         if self._held is None:
-            self._tell(function, found)
+            self._tell(function, found, tells)
         else:
             self._require_no_failure(found)
             self._held.setdefault(spec.label, []).append(found)
@@ -302,14 +317,12 @@ class RewardFunctions:
         calls = [call] if function.is_whole else call.each()
         return [outcome for outcomes in function.pool.run(calls) for outcome in outcomes]
 
-    def _tell(self, function: _Function, found: FunctionScores) -> None:
+    def _tell(self, function: _Function, found: FunctionScores, tells: bool = True) -> None:
         lines = lines_printed(function.printed)
         for line in told_printed(f"reward function {found.label}", lines):
             self._print_line(line)
-        if not found.failures:
-            return
-        self._require_no_failure(found)
-        self._print_line(found.describe())
+        if tells:
+            self.tell_failures(found)
 
     def _require_no_failure(self, found: FunctionScores) -> None:
         if found.failures and self.config.on_failure == "stop":

@@ -8,9 +8,12 @@ a comparison with the reference that never matches looks the same.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
 from typing import Any
 
 from tandem.errors import ConfigError
@@ -21,6 +24,7 @@ from tandem.rewards.form import MESSAGES_ARE_GIVEN, TEXTS_ARE_GIVEN, reads_messa
 from tandem.rewards.remote import RemoteReward
 from tandem.rewards.scoring import Answers, FunctionScores, RewardFunctions
 from tandem.rewards.spec import RewardSpec
+from tandem.text import visible
 
 NUM_ROWS = 8
 """Rows that are tried: the first with references that differ, then the first of the others."""
@@ -28,6 +32,11 @@ _OTHERS = 2
 _ROUNDING = 1e-9
 """By how much of the largest score two means of the same scores in another order may differ."""
 _ANY_ANSWER = "An answer."
+_FURTHER = ("4", "{}", _ANY_ANSWER)
+"""What a function is tried on that raises for the first answer: it may want a number, or JSON."""
+_OF_THE_FUNCTION = ("exception", "result")
+"""Failures by a function's own code, whatever the machine does."""
+_NO_LIST = "must return a list of "
 
 
 Encode = Callable[[str], list[int]]
@@ -62,9 +71,9 @@ def self_test(
     Returns:
         one line per function on what was found.
     Raises:
-        ConfigError: a function with a weight takes texts for lists of messages, a server gives no
-            reward, or a function that judges answers by their row does not score the reference
-            highest on average.
+        ConfigError: a function with a weight takes texts for lists of messages or fails on all that
+            it is tried on, a server gives no reward, or a function that judges answers by their row
+            does not score the reference highest on average.
     """
     column = rewards.config.answer_column
     references = columns_of([row.columns for row in rows], column, [ANSWER])[ANSWER]
@@ -76,12 +85,22 @@ def self_test(
     texts = list(dict.fromkeys(text for _, text in known))
     trials = list(zip(rewards.specs, rewards.calls, strict=True))
     first = known[:1] or [(row, _ANY_ANSWER) for row in rows[:1]]
-    lines = []
+    lines: list[str] = []
+    tested_too: list[tuple[RewardSpec, RewardFunction]] = []
+    others = [*known[1:3], *zip(cycle(rows[:3]), _FURTHER, strict=False)]
     for spec, call in trials:
         # Not what holds state between calls, or waits for people.
         is_held = getattr(call, "in_process", False) or getattr(call, "training_only", False)
         if isinstance(call, RemoteReward) or not is_held:
-            lines += _tried(rewards, spec, call, _answers(first, [], call, encode))
+            tries = [_answers(some, [], call, encode) for some in (first, others)]
+            problem, notes = _tried(rewards, spec, call, *tries)
+            lines += notes
+            if problem and spec.weight:
+                raise ConfigError(problem)
+            if problem:
+                lines.append(problem)
+                continue
+        tested_too.append((spec, call))
     if len(texts) < 2:
         line = (
             "reward functions are not tested before the first step: no two rows have different "
@@ -91,13 +110,16 @@ def self_test(
     tested = _spread(known)
     columns = columns_of([row.columns for row, _ in tested], column, [ANSWER])
     differing = [name for name, values in columns.items() if any(v != values[0] for v in values)]
-    for spec, call in trials:
+    for spec, call in tested_too:
         if getattr(call, "checks_answer", True):
             answers = _answers(tested, texts, call, encode)
-            (scored,) = rewards.score(answers, spec.label)
+            (scored,) = rewards.score(answers, spec.label, tells=False)
+            if rewards.config.on_failure == "stop":
+                rewards.tell_failures(scored)
             found = _Found(spec, scored, answers.completions, len(tested))
             is_alone = not any(other.weight for other in rewards.specs if other is not spec)
             lines.append(_judged(found, call, columns_read(call, differing), column, is_alone))
+            rewards.tell_failures(scored)  # an error would have said it
     return lines
 
 
@@ -202,28 +224,41 @@ def _alike(scores: Sequence[float | None]) -> bool:
 
 
 def _tried(
-    rewards: RewardFunctions, spec: RewardSpec, call: RewardFunction, answers: Answers
-) -> list[str]:
-    """Call a function on its first answer, so that a failure is told before models are loaded; a
-    line where it gives nothing and may have caught that it gets texts.
+    rewards: RewardFunctions,
+    spec: RewardSpec,
+    call: RewardFunction,
+    first: Answers,
+    others: Answers,
+) -> tuple[str, list[str]]:
+    """Call a function on its first answer, so that a failure is told before models are loaded.
 
-    Raises:
-        ConfigError: it has a weight and takes texts for lists of messages or the other way round,
-            and so will fail on all; or is a server that gives no reward.
+    Args:
+        others: what it is tried on, too, if it fails on the first for a reason that may be its own.
+    Returns:
+        why it will fail on all answers, or ""; a line if it gives nothing and may have caught that
+        it gets texts.
     """
-    for found in rewards.score(answers, spec.label) if len(answers) else ():
-        if problem := _first_problem(spec.label, call, found):
-            if spec.weight:
-                raise ConfigError(problem)
-            return [problem]
-        (score,) = found.scores
-        if not score and not found.failures and (told := reads_messages(call)):
-            return [f"reward function {spec.label} gives {score} for its first answer: {told}"]
-    return []
+    if not len(first):
+        return "", []
+    (found,) = rewards.score(first, spec.label, tells=False)
+    if problem := _problem_of_first(spec.label, call, found):
+        return problem, []
+    if found.failures.keys() & set(_OF_THE_FUNCTION):
+        if _NO_LIST in found.first:
+            return _fails_on_all(call, found), []
+        (further,) = rewards.score(others, spec.label, tells=False)
+        if further.failures.keys() <= set(_OF_THE_FUNCTION) and all(further.failed):
+            return _fails_on_all(call, FunctionScores.joined([found, further])), []
+    rewards.tell_failures(found)
+    (score,) = found.scores
+    if not score and not found.failures and (told := reads_messages(call)):
+        return "", [f"reward function {spec.label} gives {score} for its first answer: {told}"]
+    return "", []
 
 
-def _first_problem(label: str, call: RewardFunction, found: FunctionScores) -> str:
-    """Why a function that failed on its first answer will fail on all; "" if it may not."""
+def _problem_of_first(label: str, call: RewardFunction, found: FunctionScores) -> str:
+    """Why a server, or a function of the other form, will give nothing for any answer; "" if it
+    may."""
     if found.failures and isinstance(call, RemoteReward):
         return (
             f"{found.describe()}. Start the server or correct the URL, and see whether "
@@ -236,6 +271,27 @@ def _first_problem(label: str, call: RewardFunction, found: FunctionScores) -> s
                 f"{found.first}"
             )
     return ""
+
+
+def _fails_on_all(call: RewardFunction, found: FunctionScores) -> str:
+    """What is said of a function that failed on all that it was tried on."""
+    number = len(found.scores)
+    tried = f"all {number} answers" if number > 1 else "the answer"
+    return (
+        f"reward function {found.label}{_place_of(call)} must score answers; it failed on {tried} "
+        f"that it was tried on; the first: {found.first}. Fix the function; "
+        "--no-scoring.self-test leaves this try out."
+    )
+
+
+def _place_of(call: RewardFunction) -> str:
+    """The file and line of a function, in brackets; "" where there are none."""
+    function: Any = call
+    while isinstance(function, partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))
+    return f" ({visible(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
 
 
 def _reference(value: Any) -> str:
@@ -272,6 +328,9 @@ def _answers(
 
 
 def _complaint(found: _Found, column: str, read: Sequence[str], form: str) -> str:
+    if all(found.scored.failed):  # its scores say nothing
+        off = "turn the test off with --no-scoring.self-test"
+        return f"{found.scored.describe()}. Fix the function, or {off}."
     right, empty, other = (_shown(mean) for mean in found.means)
     though = f", though it reads the column {read[0]}" if read else ""
     same = f"it gives an answer the same score whatever row it is for{though}"

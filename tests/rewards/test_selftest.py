@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tandem.config.scoring import ScoringConfig
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, DataError
 from tandem.rewards.scoring import RewardFunctions
 from tandem.rewards.selftest import ReferenceRow, self_test
 
@@ -100,7 +101,6 @@ declared.checks_answer = True  # type: ignore[attr-defined]
         (backwards, "got 0, 1 and 1 .means over 3 rows.. Fix"),
         (declared, "got 4.33, 0 and 4.33"),
         (nothing, "got none, none and none"),
-        (raises, "failed on 12 of 12 answers .*d.jsonl:1: ValueError: signal only works"),
     ],
 )
 def test_a_reward_that_cannot_stops_the_run_with_its_scores(
@@ -177,11 +177,13 @@ def test_a_function_of_weight_0_is_never_refused() -> None:
     rewards = RewardFunctions(weighed, ScoringConfig(), lines.append)
     found = self_test(rewards, rows_of("a", "b"))
     rewards.close()
-    assert "reward function conversational must take prompts and completions as texts" in found[0]
-    assert found[1:4] == [
+    assert found[0].startswith("reward function raises (")
+    assert "reward function conversational must take prompts and completions as texts" in found[1]
+    assert lines == []
+    assert found[2:4] == [
         f"reward function {name}, of weight 0, does not tell answers apart on 2 rows: reference "
         f"{score}, empty {score}, another row's reference {score}"
-        for name, score in (("never", "0"), ("nothing", "none"), ("raises", "none"))
+        for name, score in (("never", "0"), ("nothing", "none"))
     ]
     assert "equal tells answers apart" in found[4]
 
@@ -216,16 +218,82 @@ def test_a_function_of_message_lists_is_told_so_before_the_first_step() -> None:
         del conversational.conversational  # type: ignore[attr-defined]
 
 
-def test_another_failure_on_the_first_answer_is_a_line() -> None:
+def one_number(prompt: Any, response: Any, **columns: Any) -> float:
+    return 0.5
+
+
+def empty_list(completions: Any) -> list[float]:
+    return []
+
+
+def not_finite(completions: Any) -> list[float]:
+    return [float("nan") for _ in completions]
+
+
+def misses_a_name(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    return [columns["gold"] for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("function", "number", "told"),
+    [
+        (one_number, "the answer", "must return a list of 1 numbers or None; got float"),
+        (empty_list, "the answer", "must return a list of 1 numbers or None; got 0"),
+        (
+            not_finite,
+            r"all \d answers",
+            "must return finite numbers within 1e\\+15 or None; got nan",
+        ),
+        (misses_a_name, r"all \d answers", "KeyError: 'gold'"),
+        (raises, r"all \d answers", "ValueError: signal only works in main thread"),
+    ],
+)
+def test_a_function_that_fails_on_all_stops_the_run_with_its_cause(
+    function: Callable[..., Any], number: str, told: str
+) -> None:
+    place = rf"{re.escape(__file__)}:{function.__code__.co_firstlineno}"
+    expected = (
+        rf"^reward function {function.__name__} \({place}\) must score answers; it failed on "
+        rf"{number} that it was tried on; the first: d\.jsonl:1: {told}\. Fix the function; "
+    )
+    for rows in (rows_of(None), rows_of("a", "b"), rows_of("a", "b", "c", "d")):
+        lines: list[str] = []
+        rewards = RewardFunctions([function], ScoringConfig(), lines.append)
+        with pytest.raises(ConfigError, match=expected) as error:
+            self_test(rewards, rows)
+        rewards.close()
+        assert lines == []  # it is told once
+        assert "checks_answer" not in str(error.value)
+
+
+def numeric(completions: Any) -> list[float]:
+    return [float(int(completion)) for completion in completions]
+
+
+def test_a_failure_that_the_answer_may_cause_is_a_line() -> None:
     lines: list[str] = []
-    rewards = RewardFunctions([raises], ScoringConfig(), lines.append)
+    rewards = RewardFunctions([numeric], ScoringConfig(), lines.append)
     self_test(rewards, rows_of(None))
     rewards.close()
     (line,) = lines
     assert line == (
-        "reward function raises failed on 1 of 1 answers (exception 1); the first: d.jsonl:1: "
-        "ValueError: signal only works in main thread"
+        "reward function numeric failed on 1 of 1 answers (exception 1); the first: d.jsonl:1: "
+        "ValueError: invalid literal for int() with base 10: 'An answer.'"
     )
+    stopping = RewardFunctions([numeric], ScoringConfig(on_failure="stop"), lines.append)
+    with pytest.raises(DataError, match=r"failed on 1 of 1 answers .* set scoring\.on_failure"):
+        self_test(stopping, rows_of(None))
+    stopping.close()
+
+
+def test_what_fails_on_the_tested_answers_alone_is_told_once() -> None:
+    def refuses(completions: Any, answer: Any) -> list[float]:
+        if completions[0] in ("a", "b", ""):
+            raise ValueError("no")
+        return [1.0]
+
+    with pytest.raises(ConfigError, match=r"^reward function refuses failed on 6 of 6 .* Fix the"):
+        report_of(refuses, rows_of("a", "b"))
 
 
 def test_references_are_found_where_rows_of_verl_have_them() -> None:
