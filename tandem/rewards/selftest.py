@@ -260,10 +260,13 @@ def _problem_of_first(label: str, call: RewardFunction, found: FunctionScores) -
     """Why a server, or a function of the other form, will give nothing for any answer; "" if it
     may."""
     if found.failures and isinstance(call, RemoteReward):
-        return (
-            f"{found.describe()}. Start the server or correct the URL, and see whether "
-            "scoring.deadline_seconds is enough; --no-scoring.self-test leaves this try out."
-        )
+        advice = "Start the server or correct the URL, and see whether scoring.deadline_seconds is "
+        advice += "enough"
+        if "result" in found.failures:
+            is_ours = any(text in found.first for text in ("one per query", "finite numbers"))
+            advice = "Have the server reply with a number or null for each query"
+            advice += "" if is_ours else ", or correct the URL"
+        return f"{found.describe()}. {advice}; --no-scoring.self-test leaves this try out."
     for given, form in ((TEXTS_ARE_GIVEN, "texts"), (MESSAGES_ARE_GIVEN, "lists of messages")):
         if given in found.first:
             return (

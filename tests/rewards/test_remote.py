@@ -499,6 +499,20 @@ def test_it_is_tried_once_before_the_first_step() -> None:
         tried(named(server.url, retry_seconds=0), "a", "b")
 
 
+@pytest.mark.parametrize(
+    ("reply", "told"),
+    [
+        (b'{"rewards": ["x"]}', "got 'x'. Have the server reply with a number or null for each"),
+        (b'{"rewards": []}', "got 0. Have the server reply with a number or null for each query;"),
+        (b"<html>", "got '<html>'. Have the server .* for each query, or correct the URL;"),
+    ],
+)
+def test_a_server_whose_reply_is_wrong_need_not_be_started(reply: bytes, told: str) -> None:
+    with serving((200, reply, {})) as server, pytest.raises(ConfigError, match=told) as error:
+        tried(server.url, "a", "b")
+    assert "Start the server" not in str(error.value)
+
+
 def test_the_pages_server_is_one() -> None:
     (block,) = (b for b in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "do_POST" in b)
     made: dict[str, Any] = {}
