@@ -119,6 +119,15 @@ def open_decoder(
     return Opened(base, config, None if adapter is None else source.name)
 
 
+def check_causal_lm(path: str | Path, *, trust_remote_code: bool = False) -> None:
+    """Refuse a model that is no decoder or has no safetensors weights, before any is read.
+
+    Raises:
+        ModelError: as `load_causal_lm`.
+    """
+    require_safetensors(open_decoder(path, trust_remote_code=trust_remote_code).base)
+
+
 def load_causal_lm(
     path: str | Path,
     *,
@@ -161,7 +170,7 @@ def load_weights(
         ModelError: pickled weights, damaged or truncated files, tensors of the wrong shape, NaN;
             or the files lack a weight of the model, or have one that it does not know.
     """
-    _refuse_pickle(source)
+    require_safetensors(source)
     names = read_names(source)
     family = whole_family(source)
     others = other_parts(names, family)
@@ -300,8 +309,8 @@ def embedding_rows(model: PreTrainedModel) -> int:
     return weight.shape[0]
 
 
-def _refuse_pickle(source: Located) -> None:
-    """Refuse a local folder that has weights, but none in safetensors."""
+def require_safetensors(source: Located) -> None:
+    """Refuse a local folder without weights in safetensors."""
     if source.folder is None or any(source.folder.glob("*.safetensors")):
         return
     pickled = sorted(

@@ -22,10 +22,21 @@ from tandem.models.adapter import load_adapter
 from tandem.models.build import build_model, require_decoder, set_dropout
 from tandem.models.classifiers import one_output, require_classifier, take_backbone
 from tandem.models.folder import read_headers
-from tandem.models.load import load_causal_lm, load_weights, open_decoder
+from tandem.models.load import (
+    load_causal_lm,
+    load_weights,
+    open_decoder,
+    require_safetensors,
+)
 from tandem.models.lora import SCALAR_HEAD, scalar_head
 from tandem.models.packed import last_states, predictor_states
-from tandem.models.source import Located, keep_layer_numbers, read_names
+from tandem.models.source import (
+    Located,
+    classifies,
+    files_of,
+    keep_layer_numbers,
+    read_names,
+)
 from tandem.models.twin import compares_once, twin_of
 from tandem.types import TokenBatch
 
@@ -56,18 +67,10 @@ def load_scalar_model(
     opened = open_decoder(path, scalar=True, dropout=dropout, trust_remote_code=trust_remote_code)
     base, config = opened.base, opened.config
     has_head = has_scalar_head(base, config)
-    if from_causal_lm is False and not has_head:
-        raise ModelError(
-            f"model {base.name!r} must have a scalar head already; got "
-            f"architectures={config.architectures}. Give a reward model, or start a new head."
-        )
+    _require_fit(
+        base, config, int(config.num_labels or 0) if has_head else 0, from_causal_lm is False
+    )
     if has_head:
-        if config.num_labels != 1:
-            raise ModelError(
-                f"model {base.name!r} must score with one number; got a head with "
-                f"{config.num_labels} outputs. Give a reward model, or a language model to start a "
-                "new head on."
-            )
         model = load_weights(base, config, scalar=True, trust_remote_code=trust_remote_code)
     else:
         model = _on_language_model(base, dropout, trust_remote_code)
@@ -77,6 +80,52 @@ def load_scalar_model(
     if opened.adapter is not None:
         load_adapter(model, opened.adapter)
     return model
+
+
+def check_scalar_model(
+    path: str | Path, *, needs_head: bool = False, trust_remote_code: bool = False
+) -> None:
+    """Refuse a model that `load_scalar_model` would refuse, by its config and its files' headers
+    alone.
+
+    Args:
+        needs_head: refuse a language model, whose head would be random.
+    Raises:
+        ModelError: as `load_scalar_model`.
+    """
+    opened = open_decoder(path, scalar=True, trust_remote_code=trust_remote_code)
+    base, config = opened.base, opened.config
+    require_safetensors(base)
+    outputs = _outputs(base, config) if has_scalar_head(base, config) else 0
+    brings_head = opened.adapter is not None and classifies(opened.adapter)
+    _require_fit(base, config, outputs, needs_head and not brings_head)
+
+
+def _outputs(source: Located, config: PreTrainedConfig) -> int:
+    """How many outputs a model's head has: as in its files, where config.json may not say it."""
+    said = int(config.num_labels or 0)
+    if source.folder is None and said == 1:
+        return said
+    shapes = {tensor.name: tensor.shape for tensor in read_headers(files_of(source))}
+    return shapes.get(f"{SCALAR_HEAD}.weight", (said,))[0]
+
+
+def _require_fit(source: Located, config: PreTrainedConfig, outputs: int, needs_head: bool) -> None:
+    """Refuse a head that does not score with one number, and none where one is needed.
+
+    Args:
+        outputs: of the head; 0 of a language model.
+    """
+    if needs_head and not outputs:
+        raise ModelError(
+            f"model {source.name!r} must have a scalar head already; got "
+            f"architectures={config.architectures}. Give a reward model, or start a new head."
+        )
+    if outputs > 1:
+        raise ModelError(
+            f"model {source.name!r} must score with one number; got a head with {outputs} "
+            "outputs. Give a reward model, or a language model to start a new head on."
+        )
 
 
 def new_scalar_model(

@@ -276,6 +276,12 @@ def read_adapter_config(source: Located) -> dict[str, Any] | None:
     return read_object(source.folder / ADAPTER_CONFIG)
 
 
+def classifies(adapter: str) -> bool:
+    """Whether an adapter's folder holds a scalar model's, which brings its head."""
+    found = read_adapter_config(Located(adapter)) or {}
+    return found.get("task_type") == "SEQ_CLS"
+
+
 def whole_model(source: Located) -> Located:
     """The model itself or, of an adapter's folder, the base that it names.
 

@@ -55,6 +55,7 @@ from tandem.training.conversation_trial import check_environment
 from tandem.training.forecast import Forecast
 from tandem.training.given import GivenModel, Rows, digest_of_module, with_given
 from tandem.training.left_out import left_out_lines
+from tandem.training.model_checks import check_models
 from tandem.training.own_templates import settle_template
 from tandem.training.planned_steps import planned_steps
 from tandem.training.policy_trial import check_policy_functions
@@ -198,8 +199,9 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
         print_line(line)
     run.require_own_folder()
     run.bring_finished()
-    _unfinished(run)  # before anything is read: refuses stages that were made otherwise
+    unfinished = _unfinished(run)  # before anything is read: refuses stages made otherwise
     _check_inputs(run)
+    check_models(run, unfinished, *tokenizer_sources(run))
     for line in settled:
         print_line(line)
     _, switched_off = zero_plus_plus(run.settings, run.world)

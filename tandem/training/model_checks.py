@@ -1,0 +1,63 @@
+"""Checks of every model that a run will load, before its first stage, by configs and headers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tandem.config.rules import has_reference
+from tandem.config.schema import rl_section
+from tandem.config.scoring import weighted_models
+from tandem.config.stages import in_order, leaving, of_family
+from tandem.models.load import check_causal_lm
+from tandem.models.scalar import check_scalar_model
+from tandem.training.reward_model import has_policy
+from tandem.training.run_folder import Run
+
+
+@dataclass(frozen=True, slots=True)
+class _Role:
+    """What a model is loaded for: with a scalar head (`scalar`), which must be there already
+    (`needs_head`)."""
+
+    source: str
+    scalar: bool = False
+    needs_head: bool = False
+
+
+def check_models(run: Run, stages: Sequence[str], policy: str, reward: str) -> None:
+    """Check that each model that the stages will load can be what it is given for.
+
+    Args:
+        policy, reward: the models whose tokenizers policy and reward model use.
+    Raises:
+        ModelError: a model is no decoder, or not with the head that its role needs.
+    """
+    remote = run.config.trust_remote_code
+    for role in dict.fromkeys(_roles(run, stages, policy, reward)):
+        if role.scalar:
+            check_scalar_model(role.source, needs_head=role.needs_head, trust_remote_code=remote)
+        else:
+            check_causal_lm(role.source, trust_remote_code=remote)
+
+
+def _roles(run: Run, stages: Sequence[str], policy: str, reward: str) -> Iterator[_Role]:
+    config = run.config
+    if has_policy(run):
+        yield _Role(policy)
+    trains_reward = leaving(stages, "reward model")
+    if trains_reward:
+        yield _Role(reward, scalar=True)
+    for stage in in_order(stages):
+        if config.reference_model and has_reference(config, stage):
+            yield _Role(config.reference_model)
+    for stage in of_family(stages, "rl"):
+        rl = rl_section(config)
+        scores = rl.reward_model_weight > 0 and run.reward_module is None
+        given = run.reward_source(stage.name) if scores and not trains_reward else None
+        if given:
+            yield _Role(given, scalar=True, needs_head=True)
+        elif rl.has_critic and not (scores and trains_reward):
+            yield _Role(policy, scalar=True)  # the critic starts from it
+        for model in weighted_models(config.scoring.reward_models):
+            yield _Role(model.source, scalar=True, needs_head=True)

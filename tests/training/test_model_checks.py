@@ -1,0 +1,92 @@
+"""Models that a later stage could not use are refused before the first one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForSequenceClassification, T5Config, T5ForConditionalGeneration
+
+from tandem.errors import ModelError
+from tandem.models.scalar import check_scalar_model
+from tandem.training.run_stages import train
+from tests.tiny import tiny_config, tiny_llama, tiny_tokenizer
+
+
+def scalar_model(folder: Path, *, outputs: int = 1, said: int | None = None) -> str:
+    """A tiny Llama with a head; its config says another number of outputs where `said` does."""
+    tokenizer = tiny_tokenizer()
+    config = tiny_llama(len(tokenizer)).config
+    config.num_labels, config.pad_token_id = outputs, tokenizer.pad_token_id
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(config)
+    model.config.num_labels = outputs if said is None else said
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def t5(folder: Path) -> str:
+    tokenizer = tiny_tokenizer()
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    config = T5Config(vocab_size=len(tokenizer), decoder_start_token_id=0, **sizes)
+    T5ForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def unusable(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("unusable")
+    pickled = folder / "pickled"
+    scalar_model(pickled)
+    (pickled / "model.safetensors").unlink()
+    (pickled / "pytorch_model.bin").write_bytes(b"")
+    return {
+        "two outputs": scalar_model(folder / "two", outputs=2),
+        "encoder-decoder": t5(folder / "t5"),
+        "language model": tiny_model,
+        "pickled": str(pickled),
+    }
+
+
+@pytest.mark.parametrize(
+    ("stages", "knob", "model", "part"),
+    [
+        ("sft ppo", "reward_model", "two outputs", "must score with one number; got a head with 2"),
+        ("sft ppo", "reward_model", "encoder-decoder", "must be a decoder; got family 't5'"),
+        ("sft ppo", "reward_model", "language model", "must have a scalar head already"),
+        ("sft ppo", "reward_model", "pickled", "must have safetensors weights"),
+        ("sft reward", "reward_model", "two outputs", "must score with one number"),
+        ("sft reward ppo", "reward_model", "encoder-decoder", "must be a decoder"),
+        ("sft reward ppo", "scoring__reward_models", "language model", "a scalar head already"),
+        ("sft dpo", "reference_model", "encoder-decoder", "must be a decoder"),
+    ],
+)
+def test_a_model_that_a_later_stage_cannot_use_is_refused_before_the_first(
+    tmp_path: Path,
+    tiny_model: str,
+    preferences: str,
+    unusable: dict[str, str],
+    stages: str,
+    knob: str,
+    model: str,
+    part: str,
+) -> None:
+    given: object = unusable[model] if knob.endswith("model") else [unusable[model]]
+    changes: dict[str, object] = {"stages": stages.split(), knob: given}
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, **changes)
+    lines: list[str] = []
+    with pytest.raises(ModelError, match=part):
+        train(config, command="test", print_line=lines.append)
+    assert not (tmp_path / "run").exists()
+    assert not any(line.startswith("reading") for line in lines), "data come after it"
+
+
+def test_heads_are_counted_in_the_files(tmp_path: Path, tiny_model: str) -> None:
+    """A config that does not say how many outputs a head has means 2."""
+    check_scalar_model(scalar_model(tmp_path / "one", said=2), needs_head=True)
+    check_scalar_model(tiny_model)
+    with pytest.raises(ModelError, match="a head with 2 outputs"):
+        check_scalar_model(scalar_model(tmp_path / "two", outputs=2, said=1))
