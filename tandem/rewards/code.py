@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tandem.errors import ConfigError
 from tandem.process import die_with_parent
 from tandem.rewards import limits
 
@@ -65,8 +66,6 @@ def reward(
         seconds: for code and tests together; keep it below scoring.deadline_seconds.
         memory_mb: that the process may map.
     """
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"python_tests?seconds= must be a number above 0; got {seconds}")
     scores: list[float | None] = []
     for completion, test in zip(completions, tests, strict=True):
         text = "\n".join(map(str, test)) if isinstance(test, list | tuple) else str(test or "")
@@ -76,6 +75,22 @@ def reward(
         passed = passes(code_of(completion), text, seconds=seconds, memory_mb=memory_mb)
         scores.append(float(passed))
     return scores
+
+
+def check_limits(*, seconds: float, memory_mb: int) -> None:
+    """Check the options of `reward`.
+
+    Raises:
+        ConfigError: a limit that no code can keep.
+    """
+    for name, value in (("seconds", seconds), ("memory_mb", memory_mb)):
+        if not 0 < value < math.inf:
+            raise ConfigError(
+                f"tandem:python_tests?{name} must be a number above 0; got {value:g}. Change it."
+            )
+
+
+reward.check_options = check_limits  # type: ignore[attr-defined]
 
 
 def code_of(completion: str) -> str:

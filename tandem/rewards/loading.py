@@ -33,7 +33,8 @@ def load_reward_function(text: str) -> RewardFunction:
     """The function that a spec (see `parse_spec`) names, with its options bound.
 
     Raises:
-        ConfigError: there is no such file, module, function or option.
+        ConfigError: there is no such file, module, function or option, or an option of a shipped
+            function has a value that it cannot use.
     """
     spec = parse_spec(text)
     problem = f"--reward-function must be file.py:function or module:function; got {text!r}"
@@ -69,6 +70,8 @@ def _bound(function: Callable[..., Any], spec: RewardSpec) -> RewardFunction:
     form = values.pop(CONVERSATIONAL, None) if chooses_form else None
     if ships:  # or a column of an option's name would be taken for the option
         values = known | values
+        if check := getattr(function, "check_options", None):
+            check(**values)
     if isinstance(function, type) and ships:
         return cast(RewardFunction, function(**values))
     if not values and form is None:

@@ -25,8 +25,7 @@ def matches(
     Raises:
         ConfigError: no pattern is given, or it is none.
     """
-    if where not in ("anywhere", "whole"):
-        raise ConfigError(f"tandem:format?where must be anywhere or whole; got {where!r}. Use one.")
+    check_format(pattern=pattern, where=where)
     compiled = _compiled(pattern)
     if where == "whole":
         return [float(compiled.fullmatch(text.strip()) is not None) for text in completions]
@@ -51,6 +50,29 @@ def overlong(
         ConfigError: no limit is given, the buffer is not within it, or the unit is another.
     Source: arXiv:2503.14476 eq. 13.
     """
+    check_length(limit=limit, buffer=buffer, unit=unit)
+    room = buffer or max(1, limit // 5)
+    lengths = [len(text.split()) if unit == "words" else len(text) for text in completions]
+    return [-min(1.0, max(0.0, (length - (limit - room)) / room)) for length in lengths]
+
+
+def check_format(*, pattern: str, where: str) -> None:
+    """Check the options of `matches`.
+
+    Raises:
+        ConfigError: as `matches`.
+    """
+    if where not in ("anywhere", "whole"):
+        raise ConfigError(f"tandem:format?where must be anywhere or whole; got {where!r}. Use one.")
+    _compiled(pattern)
+
+
+def check_length(*, limit: int, buffer: int, unit: str) -> None:
+    """Check the options of `overlong`.
+
+    Raises:
+        ConfigError: as `overlong`.
+    """
     if unit not in ("words", "characters"):
         raise ConfigError(f"tandem:length?unit must be words or characters; got {unit!r}. Use one.")
     if limit < 1 or not 0 <= buffer <= limit:
@@ -58,13 +80,12 @@ def overlong(
             f"tandem:length must have a limit above 0 and a buffer within it; got {limit} and "
             f"{buffer}. Write e.g. tandem:length?limit=200&buffer=50."
         )
-    room = buffer or max(1, limit // 5)
-    lengths = [len(text.split()) if unit == "words" else len(text) for text in completions]
-    return [-min(1.0, max(0.0, (length - (limit - room)) / room)) for length in lengths]
 
 
 matches.checks_answer = False  # type: ignore[attr-defined]
 overlong.checks_answer = False  # type: ignore[attr-defined]
+matches.check_options = check_format  # type: ignore[attr-defined]
+overlong.check_options = check_length  # type: ignore[attr-defined]
 
 
 @lru_cache

@@ -45,10 +45,7 @@ def decided(
         ConfigError: no file is given.
         DataError: a line of it is no vote.
     """
-    if not file:
-        raise ConfigError(
-            "tandem:votes must have a file of votes; got none. Write tandem:votes?file=votes.jsonl."
-        )
+    check_file(file=file)
     answers: dict[str, tuple[Turns, dict[str, None]]] = {}
     for turns, completion in zip(messages, completions, strict=True):
         answers.setdefault(json.dumps(turns), (turns, {}))[1][completion] = None
@@ -65,6 +62,19 @@ def decided(
     return scores
 
 
+def check_file(*, file: str) -> None:
+    """Check the options of `decided`.
+
+    Raises:
+        ConfigError: no file is given.
+    """
+    if not file:
+        raise ConfigError(
+            "tandem:votes must have a file of votes; got none. Write tandem:votes?file=votes.jsonl."
+        )
+
+
+decided.check_options = check_file  # type: ignore[attr-defined]
 decided.in_process = True  # type: ignore[attr-defined]  # it waits for people, without a deadline
 decided.training_only = True  # type: ignore[attr-defined]  # half of all answers always win
 decided.whole_rollout = True  # type: ignore[attr-defined]

@@ -186,9 +186,10 @@ def test_workers_need_no_torch() -> None:
         "import sys, tandem.rewards.worker, tandem.rewards.loading, tandem.rewards.selftest\n"
         "from tandem.rewards.shipped import SHIPPED\n"
         "from tandem.rewards.loading import load_reward_function\n"
+        "options = {'remote': '?url=http://localhost/', 'format': '?pattern=a',"
+        " 'length': '?limit=9', 'votes': '?file=votes.jsonl'}\n"
         "for name, shipped in SHIPPED.items():\n"
-        "    options = '?url=http://localhost/' if name == 'remote' else ''\n"
-        "    if not shipped.needs: load_reward_function('tandem:' + name + options)\n"
+        "    if not shipped.needs: load_reward_function(f'tandem:{name}' + options.get(name, ''))\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -117,6 +117,24 @@ def test_length_falls_from_the_buffer_on() -> None:
         score("length?limit=3&unit=tokens", ["a"])
 
 
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("length", "must have a limit above 0"),
+        ("length?limit=3&unit=tokens", "unit must be words or characters"),
+        ("format", "must have a pattern"),
+        ("votes", "must have a file of votes"),
+        ("python_tests?seconds=0", "seconds must be a number above 0; got 0"),
+        ("python_tests?memory_mb=-1", "memory_mb must be a number above 0; got -1"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused_before_an_answer_is_there(
+    name: str, part: str
+) -> None:
+    with pytest.raises(ConfigError, match=part):
+        load_reward_function(f"tandem:{name}")
+
+
 ADD = "```python\ndef add(a, b):\n    return a + b\n```\nand that is all"
 TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 HOSTILE_CODE = {

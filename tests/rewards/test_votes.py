@@ -99,9 +99,8 @@ def test_who_waits_is_told_that_the_file_is_not_there_yet(
 
 
 def test_what_is_no_vote_is_named(tmp_path: Path) -> None:
-    score = load_reward_function("tandem:votes")
     with pytest.raises(ConfigError, match=r"tandem:votes\?file=votes.jsonl"):
-        score(["Hi"], ["a"], messages=[HI])
+        load_reward_function("tandem:votes")
     file = tmp_path / "votes.jsonl"
     file.write_text('{"prompt": [], "answers": [{"text": "a"}], "winner": 3}\n')
     with pytest.raises(DataError, match=r"votes.jsonl:1 must be a vote"):
