@@ -36,7 +36,8 @@ class LoraConfig:
     agree."""
     targets: tuple[str, ...] = knob(("all-linear",))
     """Which linear layers: `all-linear` (except the vocabulary head), or endings of module
-    names."""
+    names. Of models of different families each takes the names that it has, and must have
+    one."""
     train_tokens: tuple[str, ...] = knob(())
     """Tokens whose embeddings, and rows of the vocabulary head, are trained beside the adapters, as
     PEFT's trainable_token_indices: tokens of the vocabulary, or `control`, the chat template's

@@ -32,7 +32,7 @@ from tandem.models.build import (
     require_decoder,
     set_dropout,
 )
-from tandem.models.classifiers import require_classifier
+from tandem.models.classifiers import one_output, require_classifier
 from tandem.models.composite import (
     KEY_MAPPING,
     decoder_names,
@@ -126,6 +126,20 @@ def check_causal_lm(path: str | Path, *, trust_remote_code: bool = False) -> Non
         ModelError: as `load_causal_lm`.
     """
     require_safetensors(open_decoder(path, trust_remote_code=trust_remote_code).base)
+
+
+def outline(
+    path: str | Path, *, scalar: bool = False, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A model without memory for its weights, by its config alone: its layers and their names.
+
+    Raises:
+        ModelError: as `open_decoder`.
+    """
+    config = open_decoder(path, scalar=scalar, trust_remote_code=trust_remote_code).config
+    if scalar:
+        one_output(config)
+    return build_model(config, scalar=scalar, on_meta=True, trust_remote_code=trust_remote_code)
 
 
 def load_causal_lm(

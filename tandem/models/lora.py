@@ -142,7 +142,7 @@ def add_lora(
     Returns:
         the names of the adapted layers.
     Raises:
-        ModelError: rank 0, a model with adapters already, a target that matches nothing, tokens
+        ModelError: rank 0, a model with adapters already, targets that match nothing, tokens
             that it cannot train.
     """
     names = match_targets(model, config.targets)
@@ -229,24 +229,46 @@ def match_targets(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
     """Names of the linear layers that `targets` (`all-linear` or endings of names) match.
 
     The vocabulary head and the scalar head are never among them. Experts in stacked tensors are
-    not linear layers and stay as they are, as in PEFT.
+    not linear layers and stay as they are, as in PEFT. A target without a match may be of another
+    model of the run (see `require_targets`).
 
     Raises:
-        ModelError: a target that matches no linear layer, with the endings that exist.
+        ModelError: no target matches a linear layer, with the endings that exist.
     """
     linear = adaptable(model)
-    chosen: set[str] = set()
-    for target in targets:
-        found = [n for n in linear if target in (ALL_LINEAR, n) or n.endswith("." + target)]
-        if not found:
-            endings = sorted({name.rsplit(".", 1)[-1] for name in linear})
-            raise ModelError(
-                f"lora.targets must match linear layers of {model.config.model_type}; got "
-                f"{target!r}, which matches none. Use {ALL_LINEAR} or endings among: "
-                f"{', '.join(endings)}."
-            )
-        chosen.update(found)
+    chosen = {name for target in targets for name in linear if _is_target(target, name)}
+    if not chosen:
+        raise _unmatched([model], targets)
     return [name for name in linear if name in chosen]
+
+
+def require_targets(models: Sequence[PreTrainedModel], targets: Sequence[str]) -> None:
+    """Check targets for all models that a run adapts: each matches a linear layer of some model,
+    and each model has a layer that matches.
+
+    Raises:
+        ModelError: they do not.
+    """
+    linear = [name for model in models for name in adaptable(model)]
+    for target in targets:
+        if not any(_is_target(target, name) for name in linear):
+            raise _unmatched(models, [target])
+    for model in models:
+        match_targets(model, targets)
+
+
+def _is_target(target: str, name: str) -> bool:
+    return target in (ALL_LINEAR, name) or name.endswith(f".{target}")
+
+
+def _unmatched(models: Sequence[PreTrainedModel], targets: Sequence[str]) -> ModelError:
+    families = " or ".join(dict.fromkeys(model.config.model_type for model in models))
+    endings = sorted({name.rsplit(".", 1)[-1] for model in models for name in adaptable(model)})
+    match = "matches" if len(targets) == 1 else "match"
+    return ModelError(
+        f"lora.targets must match linear layers of {families}; got {' '.join(targets)!r}, which "
+        f"{match} none. Use {ALL_LINEAR} or endings among: {', '.join(endings)}."
+    )
 
 
 def adaptable(model: PreTrainedModel) -> list[str]:

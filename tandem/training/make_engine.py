@@ -11,6 +11,7 @@ from tandem.config.engine import engine_settings
 from tandem.config.load import check_values
 from tandem.config.schema import RunConfig, rl_section
 from tandem.engine.hybrid import RLHFEngine
+from tandem.models.lora import require_targets
 from tandem.parallel.world import World
 
 
@@ -38,7 +39,7 @@ def make_engine(
     """
     check_values(config)
     rl = rl_section(config)
-    return RLHFEngine(
+    engine = RLHFEngine(
         engine_settings(config),
         actor,
         reward_model=reward_model,
@@ -50,3 +51,7 @@ def make_engine(
         has_reference=rl.has_reference if has_reference is None else has_reference,
         world=world,
     )
+    if config.lora.rank:
+        adapted = [model for model in (engine.actor, engine.critic) if model is not None]
+        require_targets(adapted, config.lora.targets)
+    return engine

@@ -9,10 +9,12 @@ from tandem.config.rules import has_reference
 from tandem.config.schema import rl_section
 from tandem.config.scoring import weighted_models
 from tandem.config.stages import in_order, leaving, of_family
-from tandem.models.load import check_causal_lm
+from tandem.models.load import check_causal_lm, outline
+from tandem.models.lora import ALL_LINEAR, require_targets
 from tandem.models.scalar import check_scalar_model
 from tandem.training.reward_model import has_policy
 from tandem.training.run_folder import Run
+from tandem.training.stage_data import StepRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +63,39 @@ def _roles(run: Run, stages: Sequence[str], policy: str, reward: str) -> Iterato
             yield _Role(policy, scalar=True)  # the critic starts from it
         for model in weighted_models(config.scoring.reward_models):
             yield _Role(model.source, scalar=True, needs_head=True)
+
+
+def check_targets(
+    run: Run, stages: Sequence[str], rows: StepRows, policy: str, reward: str
+) -> None:
+    """Check `lora.targets` against the layers of all models that the stages will adapt.
+
+    Args:
+        policy, reward: as for `check_models`.
+    Raises:
+        ModelError: a target matches in none of them, or one has no layer that matches.
+    """
+    lora, remote = run.config.lora, run.config.trust_remote_code
+    if not lora.rank or ALL_LINEAR in lora.targets:
+        return
+    roles = dict.fromkeys(_adapted(run, stages, rows, policy, reward))
+    models = [outline(r.source, scalar=r.scalar, trust_remote_code=remote) for r in roles]
+    require_targets(models, lora.targets)
+
+
+def _adapted(
+    run: Run, stages: Sequence[str], rows: StepRows, policy: str, reward: str
+) -> Iterator[_Role]:
+    trains_reward = leaving(stages, "reward model")
+    if leaving(stages, "policy"):
+        yield _Role(policy)
+    if trains_reward:
+        yield _Role(reward, scalar=True)
+    for stage in of_family(stages, "rl"):
+        rl = rl_section(run.config)
+        scores = rl.reward_model_weight > 0 and run.reward_module is None
+        given = run.reward_source(stage.name) if scores else None
+        if given and not trains_reward and rl.has_critic:
+            # As in engine/hybrid: a critic must read the policy's tokens.
+            shares_tokens = rows.reward_renderer.renders_like(rows.renderer)
+            yield _Role(given if shares_tokens else policy, scalar=True)

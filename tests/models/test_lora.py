@@ -23,6 +23,7 @@ from tandem.models.lora import (
     lora_layers,
     lora_parameters,
     match_targets,
+    require_targets,
     train_adapters,
 )
 
@@ -210,7 +211,21 @@ def test_endings_of_names() -> None:
 @pytest.mark.parametrize("target", ["proj", "lm_head", "c_attn"])
 def test_a_target_that_matches_nothing(target: str) -> None:
     with pytest.raises(ModelError, match=f"got '{target}', which matches none.*down_proj, gate_p"):
-        match_targets(tiny_model("llama"), ["q_proj", target])
+        match_targets(tiny_model("llama"), [target])
+    with pytest.raises(ModelError, match=f"of llama; got '{target}', which matches none"):
+        require_targets([tiny_model("llama")], ["q_proj", target])
+
+
+def test_targets_of_models_of_different_families() -> None:
+    llama, neox = tiny_model("llama"), tiny_scalar("gpt_neox")
+    both = ["q_proj", "v_proj", "query_key_value"]
+    require_targets([llama, neox], both)
+    assert {n.rsplit(".", 1)[-1] for n in match_targets(llama, both)} == {"q_proj", "v_proj"}
+    assert {n.rsplit(".", 1)[-1] for n in match_targets(neox, both)} == {"query_key_value"}
+    with pytest.raises(ModelError, match="of llama or gpt_neox; got 'c_attn', which matches none"):
+        require_targets([llama, neox], [*both, "c_attn"])
+    with pytest.raises(ModelError, match="of gpt_neox; got 'q_proj v_proj', which match none"):
+        require_targets([llama, neox], both[:2])
 
 
 def test_adapting_needs_a_rank_and_happens_once() -> None:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForSequenceClassification, T5Config, T5ForConditionalGeneration
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GPTNeoXForSequenceClassification,
+    LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from tandem.errors import ModelError
 from tandem.models.scalar import check_scalar_model
+from tandem.training.make_engine import make_engine
 from tandem.training.run_stages import train
 from tests.tiny import tiny_config, tiny_llama, tiny_tokenizer
 
@@ -90,3 +99,73 @@ def test_heads_are_counted_in_the_files(tmp_path: Path, tiny_model: str) -> None
     check_scalar_model(tiny_model)
     with pytest.raises(ModelError, match="a head with 2 outputs"):
         check_scalar_model(scalar_model(tmp_path / "two", outputs=2, said=1))
+
+
+def neox(folder: Path, *, scalar: bool) -> str:
+    """A tiny GPT-NeoX with the tiny Llama's tokenizer."""
+    tokenizer = tiny_tokenizer()
+    config = GPTNeoXConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=256, num_labels=1,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    kind = GPTNeoXForSequenceClassification if scalar else GPTNeoXForCausalLM
+    kind(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("stages", "scalar", "targets", "part"),
+    [
+        ("sft reward", False, "q_proj v_proj", "of gpt_neox; got 'q_proj v_proj', which match no"),
+        ("sft ppo", True, "q_proj v_proj", "of gpt_neox; got 'q_proj v_proj', which match none"),
+        ("sft reward", False, "q_proj query_key_value wq", "llama or gpt_neox; got 'wq'"),
+        ("sft grpo", True, "q_proj wq", "of llama; got 'wq', which matches none"),
+    ],
+)
+def test_targets_of_another_family_are_refused_before_the_first_stage(
+    tmp_path: Path,
+    tiny_model: str,
+    preferences: str,
+    stages: str,
+    scalar: bool,
+    targets: str,
+    part: str,
+) -> None:
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, stages=stages.split(),
+        reward_model=neox(tmp_path / "neox", scalar=scalar),
+        lora={"rank": 2, "targets": targets.split()},
+    )  # fmt: skip
+    with pytest.raises(ModelError, match=part):
+        train(config, command="test", print_line=lambda line: None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_models_of_two_families_are_adapted_by_one_list_of_names(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, stages=["sft", "reward", "ppo"],
+        reward_model=neox(tmp_path / "neox", scalar=False), ppo__steps=1, sft__max_steps=1,
+        reward__max_steps=1, lora={"rank": 2, "targets": ["q_proj", "v_proj", "query_key_value"]},
+    )  # fmt: skip
+    path = train(config, command="test", print_line=lambda line: None).path
+    found = {
+        name: json.loads((path / name / "adapter/adapter_config.json").read_text())
+        for name in ("sft", "reward", "ppo/actor", "ppo/critic")
+    }
+    targets = {name: sorted(adapter["target_modules"]) for name, adapter in found.items()}
+    assert targets["sft"] == targets["ppo/actor"] == ["q_proj", "v_proj"]
+    assert targets["reward"] == targets["ppo/critic"] == ["query_key_value"]
+
+
+def test_an_engine_of_ones_own_finds_targets_of_none_of_its_models(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    lora = {"rank": 2, "targets": ["q_proj", "wq"]}
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, stages=["grpo"], lora=lora)
+    with pytest.raises(ModelError, match="got 'wq', which matches none"):
+        make_engine(config, tiny_model)
