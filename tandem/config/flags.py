@@ -10,10 +10,11 @@ import re
 import textwrap
 import typing
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tandem.config.idle_flags import idle_lines
 from tandem.config.knob_facts import knob_docs, knob_types
 from tandem.config.load import (
     build,
@@ -33,7 +34,6 @@ from tandem.config.spellings import conversion, knob_meant, listed, note_of, pla
 from tandem.config.stages import (
     DEFAULT,
     defaults_of,
-    in_order,
     of_family,
     rl_stage,
     sections,
@@ -41,9 +41,6 @@ from tandem.config.stages import (
     stage_of,
 )
 from tandem.errors import ConfigError
-
-_READ_BY_ALL = ("sft.loss_on",)
-"""A knob of a stage's section by which every stage's held-out texts are marked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +87,6 @@ def parse_run_flags(
         stages = _read(line.given.get("stages", config.stages), hints["stages"])
         if (section := rl_stage(stages).section) != rl_stage(DEFAULT).section:
             line = _CommandLine(command, argv, section)
-    idle = _without_effect(line.given, stages) if reader is None else []
-    if notes := [*line.notes, *notes, *idle]:
-        note("; ".join(notes))
     given = {name: value for name, value in line.given.items() if name != "config"}
     problems = [*wrong, *line.problems, *_without_a_reader(line.undotted, stages), *in_file]
     if reader is not None:
@@ -109,6 +103,9 @@ def parse_run_flags(
         values["stages"] = stages
     config, mistakes = build(values)
     problems += mistakes
+    idle = idle_lines(given, stages, config) if reader is None and not problems else []
+    if notes := [*line.notes, *notes, *idle]:
+        note("; ".join(notes))
     if problems:
         problems += range_problems(config)
         raise ConfigError("; ".join(problem.rstrip(".") for problem in problems))
@@ -135,22 +132,6 @@ def _without_a_reader(undotted: Mapping[str, str], stages: Sequence[str]) -> lis
                 f"{', '.join(stages)}. Remove it, or add that stage"
             )
     return problems
-
-
-def _without_effect(given: Iterable[str], stages: Sequence[str]) -> list[str]:
-    """Notes on flags for the sections of other stages than those that run. They are no mistakes:
-    several commands may share their flags."""
-    running = in_order(name for name in stages if name in stage_names())
-    rl = rl_stage(stage.name for stage in running).section
-    named = listed([stage.name for stage in running], "and")
-    return [
-        f"{_flag(name)} has no effect, as {named} do{'es' * (not running[1:])} not read it"
-        for name in given
-        if running
-        and name.partition(".")[0] in sections() - {rl}  # which the comparison of models reads
-        and name not in _READ_BY_ALL
-        and not any(stage.reads(name) for stage in running)
-    ]
 
 
 def help_page(command: str, summary: str, *, everything: bool) -> str:

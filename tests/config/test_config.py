@@ -377,10 +377,40 @@ def test_types_are_checked_in_python_too() -> None:
          "--kto.beta has no effect, as sft and dpo do not read it"),
         ("online-dpo", "--dpo.beta 0.2 --ppo.steps 3", ""),
         ("dpo", "--sft.loss-on all --ppo.eval-prompts 3 --dataset.heldout 0.1", ""),
+        ("sft", "--ppo.kl-coef 0.5", "--ppo.kl-coef has no effect, as sft does not read it"),
+        ("sft", "--grpo.eval-prompts 3 --ppo.ema on --ppo.tools t.py:f --scoring.workers 3",
+         ("--grpo.eval-prompts, --ppo.ema and --scoring.workers have no effect, as sft does not "
+          "read them")),
+        ("train", "--stages sft reward --sampling.samples-per-prompt 2 --ppo.reward-model-weight 2",
+         ""),
+        ("dpo", "--sampling.samples-per-prompt 2 --sampling.temperature 0.5 --no-hybrid-engine",
+         "--sampling.samples-per-prompt has no effect, as dpo does not read it"),
+        ("dpo", "--sampling.temperature 0.5 --no-hybrid-engine --ppo.eval-prompts 0",
+         "--sampling.temperature and --no-hybrid-engine have no effect, as dpo does not read them"),
+        ("sft", "--offload optimizer reference reward --critic-zero-stage 3",
+         ("--offload reward has no effect, as sft has no reward model; --offload reference has no "
+          "effect, as sft has no reference; --critic-zero-stage has no effect, as sft has no "
+          "critic and no reward model")),
+        ("train", "--offload optimizer reference reward --critic-zero-stage 3", ""),
+        ("train", "--offload reference --lora.rank 4",
+         "--offload reference has no effect, as the reference is the actor without its adapters"),
+        ("train", "--offload reference --lora.rank 4 --reference-model y", ""),
+        ("grpo", "--offload reference reward --reward-function a.py:f --grpo.kl k2-in-loss",
+         "--offload reward has no effect, as grpo has no reward model"),
+        ("grpo", "--offload reference reward --reward-model y",
+         "--offload reference has no effect, as grpo has no reference"),
+        ("grpo", "--critic-zero-stage 3 --reward-function a.py:f",
+         "--critic-zero-stage has no effect, as grpo has no critic and no reward model"),
+        ("grpo", "--critic-zero-stage 3 --offload reward --reward-function f:f --output-dir {run}",
+         ""),
     ],
 )  # fmt: skip
-def test_a_flag_that_no_running_stage_reads_is_noted(command: str, flags: str, said: str) -> None:
+def test_a_flag_that_no_running_stage_reads_is_noted(
+    tmp_path: Path, command: str, flags: str, said: str
+) -> None:
+    """Of the folder of a run that has a reward model, that one may score."""
+    (tmp_path / "reward").mkdir()
     notes: list[str] = []
-    words = f"--actor-model x --data y {flags}".split()
+    words = f"--actor-model x --data y {flags}".format(run=tmp_path).split()
     parse_run_flags(words, command, note=notes.append)
     assert notes == ([said] if said else [])

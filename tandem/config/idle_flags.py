@@ -1,0 +1,107 @@
+"""Flags that change nothing in a run. They are noted and not refused: commands may share flags."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tandem.config.nearest import SHORT_NAMES
+from tandem.config.rules import has_reference
+from tandem.config.schema import RunConfig, rl_section
+from tandem.config.spellings import listed
+from tandem.config.stages import Stage, in_order, sections, sources, stage_names
+
+_READ_BY_ALL = ("sft.loss_on",)
+"""A knob of a stage's section by which every stage's held-out texts are marked."""
+_READ_WITHOUT_RL = ("eval_prompts", "tools", "reward_model_weight")
+"""What the comparison of models reads of the default RL stage's section if no such stage runs."""
+_SAMPLE = ("sampling.", "hybrid_engine", "generation_")
+"""What is read where answers are sampled: in RL stages, for a reward model's scale, and in the
+comparison of models."""
+
+
+def idle_lines(given: Mapping[str, Any], stages: Sequence[str], config: RunConfig) -> list[str]:
+    """Lines on flags that have no effect, one for each reason.
+
+    Args:
+        given: the knobs that the user gave as flags, with their words.
+        stages: those that run. config: what the flags made.
+    """
+    running = in_order(name for name in stages if name in stage_names())
+    found: dict[str, list[str]] = {}
+    for flag, reason in _idle(given, running, config) if running else ():
+        found.setdefault(reason, []).append(flag)
+    return [
+        f"{listed(flags, 'and')} ha{'ve' if flags[1:] else 's'} no effect, as "
+        f"{reason.format(it='them' if flags[1:] else 'it')}"
+        for reason, flags in found.items()
+    ]
+
+
+def _idle(
+    given: Mapping[str, Any], running: Sequence[Stage], config: RunConfig
+) -> Iterator[tuple[str, str]]:
+    """(flag, reason) of each that nothing reads."""
+    named = listed([stage.name for stage in running], "and")
+    do, have = ("do", "have") if running[1:] else ("does", "has")
+    unread = f"{named} {do} not read {{it}}"
+    has_scores = _has_reward_model(running, config)
+    for knob, words in given.items():
+        if not _is_read(knob, running, config, has_scores):
+            yield _flag(knob, words), unread
+        elif knob == "parallel.critic_zero_stage":
+            if not has_scores and not any("critic" in stage.trains for stage in running):
+                yield _flag(knob), f"{named} {have} no critic and no reward model"
+        elif knob == "parallel.offload":
+            if "reward" in config.parallel.offload and not has_scores:
+                yield f"{_flag(knob)} reward", f"{named} {have} no reward model"
+            if "reference" not in config.parallel.offload:
+                continue
+            if not any(has_reference(config, stage) for stage in running):
+                yield f"{_flag(knob)} reference", f"{named} {have} no reference"
+            elif config.lora.rank and not config.reference_model:
+                yield f"{_flag(knob)} reference", "the reference is the actor without its adapters"
+
+
+def _is_read(knob: str, running: Sequence[Stage], config: RunConfig, has_scores: bool) -> bool:
+    section, _, name = knob.partition(".")
+    has_rl = any(stage.family == "rl" for stage in running)
+    if section in sections():
+        if knob in _READ_BY_ALL or any(stage.reads(knob) for stage in running):
+            return True
+        return (
+            not has_rl
+            and getattr(config, section) is rl_section(config)
+            and (name in _READ_WITHOUT_RL)
+        )
+    if has_rl:
+        return True
+    if section == "scoring":
+        return knob == "scoring.reward_models" and has_scores
+    samples = any(stage.leaves == "reward model" for stage in running)
+    if knob == "sampling.samples_per_prompt":
+        return samples
+    return samples or rl_section(config).eval_prompts > 0 or not knob.startswith(_SAMPLE)
+
+
+def _has_reward_model(running: Sequence[Stage], config: RunConfig) -> bool:
+    """Whether a reward model may score answers: a stage's, a given one, or one that is in the run's
+    folder."""
+    stages = sources("reward model")
+    found = any(stage in running for stage in stages) or any(
+        os.path.exists(os.path.join(config.output_dir, stage.model_folder)) for stage in stages
+    )
+    if not any(stage.family == "rl" for stage in running):
+        return found
+    rl = rl_section(config)
+    return rl.reward_model_weight > 0 and bool(
+        found or config.reward_model or not rl.reward_function
+    )
+
+
+def _flag(knob: str, words: Any = ()) -> str:
+    """A knob as a flag; the short one, if it has one in every command."""
+    negated = "no-" if words == "off" else ""
+    short = "" if knob.partition(".")[0] in sections() else SHORT_NAMES.get(knob, "")
+    return f"--{negated}{short or knob.replace('_', '-')}"
