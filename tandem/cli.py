@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.config import stages
-from tandem.config.flags import help_page, parse_run_flags
+from tandem.config.flags import help_page, parse_run_flags, with_flags
 from tandem.config.load import show_note
 from tandem.config.pages import Parser, command_lines, home_path
 from tandem.config.schema import RunConfig
@@ -188,7 +188,7 @@ def _train(command: str, args: list[str], debug: bool) -> int:
 
         ranks = max(1, options.num_gpus) * options.num_nodes
         config, chosen = choose_layout(config, ranks, layout.limit, print)
-        args = [*args, *chosen]
+        args = with_flags(args, command, chosen)
     if options.is_needed and not is_launched():
         logs = os.path.join(config.output_dir, "logs")
         return _launch([command, *args], options, config, logs, debug)

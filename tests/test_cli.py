@@ -28,6 +28,12 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str], args: tuple[str, .
     assert "tandem" in out
 
 
+def test_a_flag_that_is_given_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "eval", "runs/x", "--prompts", "2", "--prompts=3")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "tandem eval: --prompts must be given once; got it twice" in err
+
+
 @pytest.mark.parametrize(
     ("command", "shown"),
     [

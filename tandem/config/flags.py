@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 import textwrap
 import typing
 from collections import deque
@@ -113,6 +114,13 @@ def parse_run_flags(
     return config
 
 
+def with_flags(argv: Sequence[str], command: str, flags: Sequence[str]) -> list[str]:
+    """A run's command line with further flags, in place of those that set the same knobs."""
+    newer = _CommandLine(command, flags).given
+    parts = _CommandLine(command, argv).parts
+    return [*(word for name, words in parts if name not in newer for word in words), *flags]
+
+
 def _without_a_reader(undotted: Mapping[str, str], stages: Sequence[str]) -> list[str]:
     """Complaints about flags without a section that would set an RL stage's knob, where that stage
     does not run: nothing would come of them.
@@ -199,7 +207,8 @@ class _CommandLine:
 
     given: the flags' texts by dotted knob: a list for a tuple, else one text. notes: one on each
     that had another name. problems: what is wrong. undotted: flags without a section, as written,
-    to the knobs that they set.
+    to the knobs that they set. parts: all words in their order, each flag with its values, behind
+    its knob ("": none).
 
     Args:
         rl: the section whose knobs short flags set; empty: the command's, or the default's.
@@ -213,6 +222,7 @@ class _CommandLine:
         self.notes: list[str] = []
         self.problems: list[str] = []
         self.undotted: dict[str, str] = {}
+        self.parts: list[tuple[str, list[str]]] = []
         self._command = command
         self._rl = rl
         stage = command if reader is None else reader.stage
@@ -229,6 +239,7 @@ class _CommandLine:
         while words:
             word = words.popleft()
             if not word.startswith("-"):
+                self.parts.append(("", [word]))
                 self.problems.append(self._stray(word))
                 continue
             flag, equals, value = word.partition("=")
@@ -239,6 +250,9 @@ class _CommandLine:
             is_list = typing.get_origin(knob_types().get(name)) is tuple
             while words and not equals and (is_list or not values) and _is_value(words[0]):
                 values.append(words.popleft())
+            self.parts.append((name, [word, *values] if not equals else [word]))
+            if name in self.given:
+                self.problems.append(self._again(name, flag, values if is_list else []))
             if not name:
                 self.problems.append(self._unknown(flag))
             elif is_list:
@@ -276,6 +290,15 @@ class _CommandLine:
         if self._rl and of_default and "." not in plain(name):
             return knob_meant(name, knob_types(), self._rl)
         return knob
+
+    def _again(self, name: str, flag: str, values: Sequence[str]) -> str:
+        """What is wrong with a flag whose knob was given before; `values` of a list."""
+        same = "" if flag == _flag(name) else f" ({_flag(name)})"
+        problem = f"{flag}{same} must be given once; got it twice. "
+        if not values:
+            return f"{problem}Remove one"
+        both = shlex.join([*self.given[name], *values])
+        return f"{problem}A list takes all its values behind one: {flag} {both}"
 
     def _stray(self, word: str) -> str:
         """What is wrong with a word that no flag takes, such as verl's `data.train_files=F`."""

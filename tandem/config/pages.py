@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from tandem.errors import ConfigError
@@ -133,6 +133,18 @@ class Parser(argparse.ArgumentParser):
         for word in (word.partition("=")[0] for word in words if word.startswith("--")):
             if near := difflib.get_close_matches(word, own, n=1, cutoff=0.8):
                 raise ConfigError(f"{word} is not a flag of {self.prog}. Did you mean {near[0]}?")
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str], namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse's, which parse_args calls; a flag that is given twice is an error."""
+        known = self._option_string_actions
+        flags = [word.partition("=")[0] for word in args]
+        meant = [(flag, known[flag].dest) for flag in flags if flag in known]
+        for i, (flag, dest) in enumerate(meant):
+            if dest in (before for _, before in meant[:i]):
+                self.error(f"{flag} must be given once; got it twice")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}. See {self.prog} --help.")

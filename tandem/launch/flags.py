@@ -37,7 +37,7 @@ class LaunchOptions:
 
 def take_launch_flags(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], list[str]]:
     """The launcher's flags, the rest of the command line, and problems of the flags: missing or
-    impossible values."""
+    impossible values, a flag given twice."""
     given: dict[str, str] = {}
     rest: list[str] = []
     problems: list[str] = []
@@ -53,6 +53,8 @@ def take_launch_flags(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], li
         if not value or value.startswith("--"):
             problems.append(f"--{name} must have a value; got none")
             value = ""
+        if name in given:
+            problems.append(f"--{name} must be given once; got it twice. Remove one")
         given[name] = value
     return _read(given, problems), rest, problems
 

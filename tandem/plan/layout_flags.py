@@ -24,7 +24,7 @@ def take_layout_flags(argv: Sequence[str]) -> tuple[LayoutOptions, list[str]]:
     """`--auto-layout` and `--memory-limit SIZE`, and the rest of the command line.
 
     Raises:
-        ConfigError: a limit that is no size, or one without --auto-layout.
+        ConfigError: a limit that is no size, is given twice, or goes without --auto-layout.
     """
     rest: list[str] = []
     auto, limit = False, None
@@ -35,6 +35,8 @@ def take_layout_flags(argv: Sequence[str]) -> tuple[LayoutOptions, list[str]]:
         if name == "--auto-layout" and not has_value:
             auto = True
         elif name == "--memory-limit":
+            if limit is not None:
+                raise ConfigError("--memory-limit must be given once; got it twice. Remove one.")
             limit = memory_bytes(value if has_value else next(words, ""))
         else:
             rest.append(word)

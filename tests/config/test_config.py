@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tandem.config.flags import help_page, parse_run_flags
+from tandem.config.flags import help_page, parse_run_flags, with_flags
 from tandem.config.knob_facts import knob_docs, knob_types
 from tandem.config.load import (
     build_config,
@@ -143,6 +143,33 @@ def test_wrong_flags_get_one_line(flags: str, part: str) -> None:
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ("--data b", "got it twice. A list takes all its values behind one: --data y b"),
+        ("--dataset_name b", r"--dataset_name \(--data\) must be given once; got it twice. A list"),
+        ("--data=b", "--data must be given once; got it twice. A list"),
+        ("--seed 3 --seed 3", "--seed must be given once; got it twice. Remove one"),
+        ("--lora-rank 3 --lora.rank 3", "--lora.rank must be given once"),
+        ("--ema --no-ema", r"--no-ema \(--ppo.ema\) must be given once"),
+        ("--config a.yaml --config b.yaml", "--config must be given once"),
+    ],
+)  # fmt: skip
+def test_a_flag_that_is_given_twice_is_refused(flags: str, part: str) -> None:
+    words = f"--actor-model x --data y {flags}".split()
+    with pytest.raises(ConfigError, match=part):
+        parse_run_flags(words, "train", note=lambda line: None)
+
+
+def test_flags_take_the_place_of_those_that_set_the_same_knobs() -> None:
+    line = "--num-gpus 2 --offload optimizer params --actor-zero-stage=1 --seed 3 --no-ema"
+    newer = ["--parallel.offload", "reward", "--parallel.actor-zero-stage", "3"]
+    assert with_flags(line.split(), "train", newer) == [
+        *("--num-gpus", "2", "--seed", "3", "--no-ema"),
+        *newer,
+    ]
+
+
 def test_a_single_stage_gets_advice_on_its_own_knobs() -> None:
     with pytest.raises(ConfigError, match=r"Did you mean --sft\.learning-rate\?$"):
         parse_run_flags(["--lr", "1e-4"], "sft")
@@ -157,9 +184,9 @@ def test_a_single_stage_gets_advice_on_its_own_knobs() -> None:
         ("--ema yes", True),
         ("--ema=true", True),
         ("--ppo.ema on", True),
-        ("--ema --no-ema", False),
+        ("--no-ema", False),
         ("--ema=false", False),
-        ("--no-ppo.ema --ema", True),
+        ("--no-ppo.ema", False),
     ],
 )
 def test_switches_take_a_word_or_none(flags: str, value: bool) -> None:

@@ -32,6 +32,7 @@ def test_launch_flags_are_taken_off_and_the_rest_is_left_as_it_was() -> None:
         ("--num-gpus 0", "--num-gpus must be a whole number >= 1; got 0"),
         ("--num-gpus two", "--num-gpus must be a whole number >= 1; got two"),
         ("--max-restarts -1", "--max-restarts must be a whole number >= 0; got -1"),
+        ("--num-gpus 2 --num_gpus=2", "--num-gpus must be given once; got it twice"),
         ("--num-nodes 2", "--num-nodes 2 must have a place to meet; got none"),
         ("--num-nodes 2 --rdzv node0", "--rdzv must be HOST:PORT; got node0"),
         ("--num-nodes 2 --rdzv node0:99999", "--rdzv must be HOST:PORT; got node0:99999"),

@@ -15,7 +15,7 @@ import yaml
 from transformers import AutoConfig
 
 from tandem.cli import main
-from tandem.config.flags import parse_run_flags
+from tandem.config.flags import parse_run_flags, with_flags
 from tandem.config.load import dump_config
 from tandem.errors import ConfigError
 from tandem.plan import tables
@@ -109,7 +109,7 @@ def test_an_empty_value_is_written_as_a_shell_takes_it(
     words = shlex.split(other[other.index("--frozen-weights") :])
     assert words[1] == ""
     assert "for a step of each" in other  # without data their number is not known
-    assert run(capsys, *SHAPE, *asked, *words)[0] == 0
+    assert run(capsys, *with_flags([*SHAPE, *asked], "train", words))[0] == 0
 
 
 @pytest.mark.usefixtures("machine")
@@ -255,6 +255,8 @@ def test_layout_flags_are_taken_off() -> None:
     assert memory_bytes("2g") == 2**31
     with pytest.raises(ConfigError, match="must go with --auto-layout"):
         take_layout_flags(["--memory-limit", "1GiB"])
+    with pytest.raises(ConfigError, match="--memory-limit must be given once"):
+        take_layout_flags(["--auto-layout", "--memory-limit=1GiB", "--memory-limit", "2GiB"])
 
 
 @pytest.mark.usefixtures("machine")

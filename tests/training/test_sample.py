@@ -85,8 +85,10 @@ def sampled(tiny_model: str, prompts: Path, tmp_path: Path) -> Sampled:
 
     def run(name: str, *flags: str, reward: bool = True, world: World | None = None) -> Any:
         output = tmp_path / f"{name}.jsonl"
-        words = [tiny_model, "--data", str(prompts), "--output", str(output), "--seed", "7"]
-        words += ["--max-new-tokens", "8", "--samples-per-prompt", "5"]
+        own = {"--data": str(prompts), "--output": str(output), "--seed": "7"}
+        own |= {"--max-new-tokens": "8", "--samples-per-prompt": "5"}
+        pairs = [[flag, value] for flag, value in own.items() if flag not in flags]
+        words = [tiny_model, *(word for pair in pairs for word in pair)]
         words += ["--reward-function", f"{prompts.parent}/rewards.py:tenths"] if reward else []
         words += ["--no-self-test", *flags]
         sample(parse_sample_flags(words), world, lines.append)
@@ -483,8 +485,9 @@ def test_a_mistake_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    words = ["sample", "model", "--data", "p.jsonl", "--output", "o.jsonl"]
-    assert main([*words, *flags]) == 2
+    given = (["--data", "p.jsonl"], ["--output", "o.jsonl"])
+    words = [word for pair in given if pair[0] != flags[0] for word in pair]
+    assert main(["sample", "model", *words, *flags]) == 2
     error = capsys.readouterr().err
     assert part in error
     assert error.count("\n") == 1
