@@ -103,6 +103,13 @@ def refused(flags: str, command: str = "train") -> str:
         ("grpo", "--trainer.test_freq 7", "grpo.eval_every", 7, "--grpo.eval-every"),
         ("sft", "--chat_template_path t.jinja", "dataset.chat_template", "t.jinja",
          "--chat_template_path is read as --dataset.chat-template"),
+        ("ppo", "--actor_model_name_or_path m", "actor_model", "m", "--actor-model"),
+        ("train", "--critic_model_name_or_path m", "reward_model", "m", "share a tokenizer"),
+        ("train", "--data_path a b", "data", ("a", "b"), "--data_path is read as --data"),
+        ("train", "--enable_ema", "ppo.ema", True, "--enable_ema is read as --ppo.ema"),
+        ("grpo", "--enable_ema", "grpo.ema", True, "--enable_ema is read as --grpo.ema"),
+        ("sft", "--lora_dim 8", "lora.rank", 8, "is lora.alpha 1"),
+        ("ppo", "--kl_ctl 0.1", "ppo.kl_coef", 0.1, "--kl_ctl is read as --ppo.kl-coef"),
         ("train", "--ppo.kl_target 6", "ppo.kl_coef_target", 6.0, "is now --ppo.kl-coef-target"),
     ],
 )  # fmt: skip
@@ -346,6 +353,25 @@ def test_the_tables_name_knobs_that_there_are_and_hide_none() -> None:
     short = {name.replace("-", "_"): knob for knob, name in SHORT_NAMES.items()}
     for name in ALIASES.keys() & short.keys():
         assert alias_knobs(name, KNOWN) == [short[name]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ("--offload_reference_model", "Use --offload: write reference"),
+        ("--unsup_coef 27.8", "Use --ptx-coef: it weights a mean per token"),
+        ("--actor_lora_dim 8", "Use --lora-rank: one rank for all trained models"),
+        ("--per_device_generation_batch_size 4", "Use --ppo.prompts-per-step: prompts of a whole"),
+        ("--per_device_training_batch_size 4", "Use --ppo.minibatch-size: answers per optimizer"),
+        ("--num_padding_at_beginning 1", "Masks say what is padding, for OPT too; remove it"),
+        ("--print_answers", "Use --log.print-samples-every: 1 shows answers of each step"),
+        ("--step 1 2 3", "names, as sft reward ppo for 1 2 3"),
+    ],
+)
+def test_names_of_deepspeed_chat_are_answered(flags: str, part: str) -> None:
+    said = refused(flags)
+    assert part in said
+    assert "Did you mean" not in said
 
 
 @pytest.mark.parametrize("command", ["train", "sft", "reward", "dpo", "ppo"])
