@@ -33,6 +33,7 @@ from tandem.launch.cross_node import Peers
 from tandem.launch.failure import FAILURE_FILE, LAUNCHER, LOG_FILE, read_failure
 from tandem.launch.failure_report import Ending, Verdict, judge
 from tandem.launch.rendezvous import ManyNodes, OneNode
+from tandem.parallel.asking import NoAnswerError
 from tandem.parallel.watchdog import INTERVAL_SECONDS, blame, read_notes, watch_prefix
 from tandem.stopping import holding_back
 
@@ -40,6 +41,8 @@ _SETTLE_SECONDS = 1.0
 """After a failure: for other failures at the same time to appear."""
 _SHARED_SECONDS = 6.0
 """After an error that the user can fix: for the other ranks to find the same one."""
+_LATER_SECONDS = 60.0
+"""How much later than its ranks a launcher gives up on a silent node: they know more."""
 _TERM_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 
@@ -178,11 +181,7 @@ class Agent(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._heed_stop()
-        told = None
-        if self._peers.is_time_to_ask():
-            self.asked_to_stop = self._peers.asked_to_stop()
-            self._heed_stop()
-            told = self._peers.verdict()
+        told = self._ask_peers() if self._peers.is_time_to_ask() else None
         failed = [rank for rank in self._ranks if rank.poll()]
         if failed or told is not None:
             self.verdict = told or self._judge(worker_group)
@@ -199,6 +198,23 @@ class Agent(SimpleElasticAgent):
             done = {rank.number: None for rank in self._ranks}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=done)
         return RunResult(state=WorkerState.HEALTHY)
+
+    def _ask_peers(self) -> Verdict | None:
+        """The other nodes' verdict; None if there is none, or the link to them is down.
+
+        Raises:
+            NoAnswerError: it has been down for longer than a rank may wait for another.
+        """
+        try:
+            # In this order: a signal may come while we ask.
+            self.asked_to_stop = self._peers.asked_to_stop() or self.asked_to_stop
+            self._heed_stop()
+            return self._peers.verdict()
+        except NoAnswerError:
+            self._heed_stop()
+            if self._meeting.silent_seconds > self._patience + _LATER_SECONDS:
+                raise
+            return None
 
     def _heed_stop(self) -> None:
         if self.asked_to_stop is not None:

@@ -22,6 +22,7 @@ from threading import Thread
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
@@ -33,6 +34,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from tandem.errors import ConfigError
+from tandem.launch.far_store import FarStore
 
 LOOPBACK = "127.0.0.1"
 _RUN_ID = "tandem"
@@ -48,6 +50,8 @@ _SIOCGIFADDR = 0x8915
 
 class OneNode(RendezvousHandler):
     """One launcher: a new store for every attempt, on this machine only."""
+
+    silent_seconds = 0.0
 
     def __init__(self) -> None:
         """Nothing listens yet."""
@@ -86,7 +90,7 @@ class OneNode(RendezvousHandler):
 class ManyNodes(DynamicRendezvousHandler):
     """Several launchers, by torch's dynamic rendezvous over our own store; made by `at`."""
 
-    ranks_store: TCPStore | None = None
+    ranks_store: Store | None = None
     _launchers_store: Store
     _is_keeper: bool
     _local_addr: str
@@ -131,13 +135,29 @@ class ManyNodes(DynamicRendezvousHandler):
         """Wait for all nodes; the first one's launcher then opens the ranks' store."""
         met = super().next_rendezvous()
         if met.rank == 0:
-            self.ranks_store = listening_store(self._local_addr)
-            met.store.set(_RANKS_STORE, f"{self._local_addr} {self.ranks_store.port}")
+            self.ranks_store = kept = listening_store(self._local_addr)
+            met.store.set(_RANKS_STORE, f"{self._local_addr} {kept.port}")
         address, port = met.store.get(_RANKS_STORE).decode().split()
         if met.rank != 0:
-            self.ranks_store = _client(address, int(port), 60.0)
+            self.ranks_store = FarStore(_client(address, int(port), 60.0))
         where = RendezvousStoreInfo(address, int(port))
         return RendezvousInfo(met.store, met.rank, met.world_size, where)
+
+    @property
+    def silent_seconds(self) -> float:
+        """For how long the launchers' store has not answered; 0 if it answers."""
+        store = self._launchers_store
+        return store.silent_seconds if isinstance(store, FarStore) else 0.0
+
+    def num_nodes_waiting(self) -> int:
+        """How many launchers want to join; 0 while the store does not answer, because whoever asks
+        must go on watching its ranks."""
+        try:
+            return int(super().num_nodes_waiting())
+        except RendezvousConnectionError:
+            if self.silent_seconds:
+                return 0
+            raise
 
     def shutdown(self) -> bool:
         """Leave; the keeper of the launchers' store waits a moment for the others to leave."""
@@ -238,7 +258,7 @@ def _launchers_store(host: str, port: int, seconds: float) -> tuple[Store, bool]
                 f"--rdzv must be HOST:PORT of one of the nodes; got {host}:{port} "
                 f"({error.strerror or error}). Use an address that all nodes know."
             ) from None
-    return _found_store(host, port, seconds), False
+    return FarStore(_found_store(host, port, seconds)), False
 
 
 def _found_store(host: str, port: int, seconds: float) -> TCPStore:

@@ -137,6 +137,8 @@ def _run(
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
+    from tandem.parallel.asking import NoAnswerError
+
     where = ":".join(map(str, options.rdzv or ()))
     try:
         result = agent.run()
@@ -155,7 +157,7 @@ def _run(
             "not in time. Start the same command on every node."
         )
         return 1
-    except (RendezvousError, DistError) as error:
+    except (RendezvousError, DistError, NoAnswerError) as error:
         print_line(
             f"the launcher that keeps the meeting at {where} is gone ({_innermost(error)}). Start "
             "the same command on every node again: it continues from the last checkpoint."

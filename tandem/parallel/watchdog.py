@@ -18,13 +18,14 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.errors import RankError
+from tandem.parallel.asking import Asking, NoAnswerError
 from tandem.text import named_line
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ class Watch:
         self._store = store
         self._size = size
         self._interval = interval
+        self._ask = Asking(_STORE_SECONDS)
         self._note = Note(rank, since=time.time())
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="tandem-watch", daemon=True)
@@ -120,7 +122,9 @@ class Watch:
     def end(self, state: str, line: str = "") -> None:
         """Write the last note: done, or failed with this line."""
         self._silence()
-        self._post(replace(self._note, state=state, line=line))
+        last = replace(self._note, state=state, line=line)
+        with suppress(NoAnswerError):
+            self._ask(lambda: self._post(last))
 
     def explain(self, error: BaseException) -> str:
         """Which ranks were missing in the collective that failed with `error`, in one line. Waits
@@ -128,15 +132,15 @@ class Watch:
         self._silence()
         place, collective = _place(_calls(traceback.walk_tb(error.__traceback__))[::-1])
         mine = replace(self._note, state="lost", place=place, collective=collective)
-        self._post(mine)
         try:
-            before = read_notes(self._store, self._size)
+            self._ask(lambda: self._post(mine))
+            before = self._ask(lambda: read_notes(self._store, self._size))
             time.sleep(2 * self._interval)
-            after = read_notes(self._store, self._size)
+            after = self._ask(lambda: read_notes(self._store, self._size))
         except RuntimeError:
             return (
                 f"rank {mine.rank} waited in {mine.where()}, and the process that all ranks met "
-                "at does not answer: its node is gone or stopped"
+                "at does not answer: its node is gone or stopped, or the link to it is down"
             )
         missing = blame(before, after, mine)
         if not missing:

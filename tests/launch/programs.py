@@ -24,6 +24,8 @@ if how == "shared":
     sys.exit(complain("data must hold rows", 2, DataError("data must hold rows")))
 if how == "answers":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+if how == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 open(f"{sys.argv[2]}/pid-{rank}", "w").write(str(os.getpid()))
 if rank == 1:
     if how == "raises":

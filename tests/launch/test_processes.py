@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from bench.ports import free_port
 from tandem.errors import ConfigError
 from tandem.launch.flags import LaunchOptions
 from tandem.launch.run import launch
+from tests.launch.links import Link
 from tests.launch.programs import (
     EXCHANGES,
     PLAIN,
@@ -173,3 +175,32 @@ def test_two_nodes_in_two_folders_train_and_both_have_the_model(tmp_path: Path) 
     manifests = [(node / "run/sft/MANIFEST.json").read_bytes() for node in nodes]
     assert manifests[0] == manifests[1]
     assert all(is_whole(node / "run/sft") for node in nodes)
+
+
+@pytest.mark.parametrize("second", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_node_whose_link_is_down_heeds_signals(tmp_path: Path, second: bool) -> None:
+    """One signal stops ranks that listen, a second one others."""
+    port = free_port()
+    flags = ("--num-nodes", "2", "--num-gpus", "1", "--rdzv")
+    how = "deaf" if second else "sleeps"
+    launchers = [start_launcher(tmp_path, PLAIN, how, *flags, f"127.0.0.1:{port}")]
+    try:
+        wait_for(lambda: listens(port))
+        link = Link(port)
+        far = start_launcher(tmp_path, PLAIN, how, *flags, f"127.0.0.1:{link.port}")
+        launchers.append(far)
+        ranks = pids(tmp_path, 2)
+        link.cut()
+        time.sleep(1.5)  # for the launcher to ask; it does once a second
+        far.terminate()
+        if second:
+            time.sleep(0.3)
+            far.terminate()
+        text = far.communicate(timeout=30)[0]
+        assert far.returncode == 143, text
+        assert "stopped by SIGTERM" in text
+        assert sum(is_alive(pid) for pid in ranks) == 1
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.communicate()
