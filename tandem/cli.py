@@ -208,7 +208,15 @@ def _launch(
         log_folder=logs,
         device=config.device,
         patience_seconds=60 * config.parallel.timeout_minutes,
+        left=lambda: _models_of(config) if words[0] in _run_commands() else (),
     )
+
+
+def _models_of(config: RunConfig) -> list[str]:
+    """The folders of a run's models on this machine."""
+    names = [stages.stage_of(name).model_folder for name in config.stages]
+    folders = [Path(config.output_dir) / name for name in names]
+    return [str(folder) for folder in folders if (folder / "config.json").exists()]
 
 
 def _loading(command: str) -> AbstractContextManager[None]:

@@ -90,6 +90,8 @@ class Agent(SimpleElasticAgent):
             environment: variables beside this process's own.
         """
         super().__init__(spec)
+        self.node = 0
+        self.name = ""  # once it has met others
         self.verdict: Verdict | None = None
         self.asked_to_stop: signal.Signals | None = None
         self._must_stop_at_once = False
@@ -134,8 +136,9 @@ class Agent(SimpleElasticAgent):
         self._ranks = [self._start(group, worker.local_rank, attempt) for worker in group.workers]
         if group.group_world_size > 1:
             numbers = " ".join(str(rank.number) for rank in self._ranks)
-            node, num_nodes = group.group_rank, group.group_world_size
-            self._print_line(f"node {node} of {num_nodes}, {self._host}: ranks {numbers}")
+            self.node = group.group_rank
+            self.name = f"node {self.node} of {group.group_world_size}, {self._host}"
+            self._print_line(f"{self.name}: ranks {numbers}")
         return {local: rank.process.pid for local, rank in enumerate(self._ranks)}
 
     def _start(self, group: Any, local_rank: int, attempt: int) -> Rank:

@@ -14,7 +14,7 @@ from tandem.errors import ConfigError
 from tandem.launch.flags import LaunchOptions
 from tandem.processor import num_cores
 from tandem.stopping import handling
-from tandem.text import named_line
+from tandem.text import named_line, visible
 
 if TYPE_CHECKING:
     from tandem.launch.agent import Agent
@@ -34,6 +34,7 @@ def launch(
     patience_seconds: float = 1800.0,
     join_seconds: float = _JOIN_SECONDS,
     print_line: Callable[[str], None] | None = None,
+    left: Callable[[], Sequence[str]] = tuple,
 ) -> int:
     """Run a program on all ranks; called on the main thread, once on every node.
 
@@ -45,6 +46,7 @@ def launch(
         patience_seconds: how long ranks may take to stop after Ctrl-C or SIGTERM.
         join_seconds: how long to wait for the other nodes.
         print_line: shows a line to the user; stderr if None.
+        left: folders that the program has left on this machine; shown where rank 0 is elsewhere.
     Returns:
         0, the exit code of the first rank that failed, or 128 + the signal that stopped all.
     Raises:
@@ -68,9 +70,6 @@ def launch(
         f"rank 0 prints{'' if options.num_nodes == 1 else ' on its node'}, the others in "
         f"{log_folder}/rank-N.log"
     )
-    if options.rdzv is not None:
-        at = ":".join(map(str, options.rdzv))
-        print_line(f"{options.num_nodes} nodes meet at {at}; waiting {join_seconds:.0f} s for them")
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     from tandem.launch.agent import Agent
@@ -97,7 +96,10 @@ def launch(
             environment={"OMP_NUM_THREADS": threads, **_interfaces(local_addr)},
         )
         with handling(agent.stop):
-            return _run(agent, meeting, options, print_line)
+            code = _run(agent, meeting, options, print_line)
+    if code == 0 and agent.node > 0:
+        _say_finished(agent.name, left(), print_line)
+    return code
 
 
 def _meeting(
@@ -112,6 +114,9 @@ def _meeting(
     if options.rdzv is None:
         return rendezvous.OneNode(), rendezvous.LOOPBACK
     host, port = options.rdzv
+    print_line(
+        f"{options.num_nodes} nodes meet at {host}:{port}; waiting {join_seconds:.0f} s for them"
+    )
     local_addr = options.local_addr or rendezvous.address_towards(host, port)
     rendezvous.check_local(local_addr)
     meeting = rendezvous.ManyNodes.at(
@@ -171,6 +176,11 @@ def _run(
     assert verdict is not None, "ranks that failed were judged"
     print_line(verdict.line)
     return verdict.code
+
+
+def _say_finished(node: str, left: Sequence[str], print_line: Callable[[str], None]) -> None:
+    places = ", ".join(map(visible, left))
+    print_line(f"{node}: finished{places and f'; its models are here too: {places}'}")
 
 
 def _innermost(error: BaseException) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -57,6 +58,16 @@ def test_two_launchers_are_two_nodes(tmp_path: Path, how: str, code: int, line: 
     assert "total 2" in "".join(texts)
     assert all(line in text for text in texts), texts
     assert all("Traceback" not in text for text in texts)
+
+
+def test_a_node_without_rank_0_says_that_it_has_finished(tmp_path: Path) -> None:
+    flags = ("--num-nodes", "2", "--num-gpus", "1", "--rdzv", f"127.0.0.1:{free_port()}")
+    launchers = [start_launcher(tmp_path, PLAIN, "well", *flags) for _ in range(2)]
+    lines = [launcher.communicate(timeout=120)[0].splitlines() for launcher in launchers]
+    host = socket.gethostname()
+    said = [line for text in lines for line in text if "finished" in line]
+    assert said == [f"tandem: node 1 of 2, {host}: finished"]
+    assert sum(text[-1] in said for text in lines) == 1
 
 
 @pytest.mark.slow
@@ -175,6 +186,9 @@ def test_two_nodes_in_two_folders_train_and_both_have_the_model(tmp_path: Path) 
     manifests = [(node / "run/sft/MANIFEST.json").read_bytes() for node in nodes]
     assert manifests[0] == manifests[1]
     assert all(is_whole(node / "run/sft") for node in nodes)
+    ends = [text.splitlines()[-1] for text in texts]
+    assert sum(end.startswith("chat:") for end in ends) == 1
+    assert sum(end.endswith(": finished; its models are here too: run/sft") for end in ends) == 1
 
 
 @pytest.mark.parametrize("second", [pytest.param(False, marks=pytest.mark.slow), True])
