@@ -86,6 +86,10 @@ class StageConsole:
             )
             self._progress.start()
 
+    def begin(self) -> None:
+        """The first step begins: what came before it is not part of the ETA."""
+        self._started = time.monotonic()
+
     def line(self, step: int, values: Mapping[str, float]) -> None:
         """One aligned line of the stage's main numbers, then held-out ones if there are any.
 

@@ -39,6 +39,9 @@ Records = Sequence[Mapping[str, Any]]
 class MutedLog:
     """The log of all ranks except the first: it writes and prints nothing."""
 
+    def begin(self) -> None:
+        """Nothing is timed."""
+
     def log(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
         """No record, no alarm."""
         return []
@@ -129,6 +132,11 @@ class MetricLog:
     def history(self) -> Sequence[Record]:
         """This stage's records so far, including those from before a restart."""
         return self._history
+
+    def begin(self) -> None:
+        """The first step begins; the ETA counts from here, or else from the log's opening."""
+        if self._console:
+            self._console.begin()
 
     def log(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
         """Write and print one record and the alarms that it raises.

@@ -233,6 +233,8 @@ class StepLoop:
     def begin(self, step: int, rows: Sequence[Any]) -> None:
         """A step begins, on these rows."""
         note(f"{self.stage} step {step}")
+        if not self._recorded:
+            self._log.begin()
         self._heard.step = step
         self._recorded.append(Recorded(step, rows))
         self._is_bad = False

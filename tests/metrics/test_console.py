@@ -101,6 +101,18 @@ def test_the_bar_has_an_eta_however_long_a_step_takes(monkeypatch):
     assert "-:--:--" not in file.getvalue()
 
 
+def test_what_comes_before_the_first_step_is_not_in_the_eta(monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr("tandem.metrics.console.time.monotonic", lambda: now)
+    console, file = stage_console(num_steps=11)
+    now += 500.0  # a rehearsal, an evaluation
+    console.line(0, {"heldout_loss": 2.0})
+    console.begin()
+    now += 60.0
+    console.line(1, {"reward": 0.5})
+    assert file.getvalue().endswith("| eta 10 m 00 s\n")
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
 def test_a_terminals_lines_end_between_numbers(stage, width):

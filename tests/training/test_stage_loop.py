@@ -30,6 +30,7 @@ from tandem.config.load import dump_config
 from tandem.config.schema import RunConfig
 from tandem.engine import learner
 from tandem.errors import CheckpointError, NumericsError, Stopped
+from tandem.metrics.console import StageConsole
 from tandem.parallel.world import World
 from tandem.training import experience as experiences
 from tandem.training.flight_recorder import RECORDER_FILE
@@ -38,6 +39,7 @@ from tandem.training.run_report import report_at_a_stop
 from tandem.training.run_stages import train
 from tandem.training.signals import StopSignals
 from tandem.training.stage_loop import BAD_STEPS, StepLoop
+from tandem.training.supervised import SupervisedTrainer
 from tests.ranks import on_ranks
 from tests.rewards.test_remote import Reply, serving
 from tests.tiny import tiny_config
@@ -571,6 +573,29 @@ def test_what_is_bad_on_one_rank_is_left_out_on_all(
     assert torch.isfinite(
         load_file(tmp_path / "sft" / "model.safetensors")["model.norm.weight"]
     ).all()
+
+
+def test_the_clock_of_the_eta_starts_at_the_first_step(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def tells(kind: type, name: str) -> None:
+        whole = getattr(kind, name)
+
+        def also(*values: Any, **named: Any) -> Any:
+            told.append(name)
+            return whole(*values, **named)
+
+        monkeypatch.setattr(kind, name, also)
+
+    tells(StepLoop, "measure_start")
+    tells(SupervisedTrainer, "rehearse")
+    tells(SupervisedTrainer, "step")
+    tells(StageConsole, "begin")
+    quietly(config_of(tmp_path / "run", tiny_model, preferences, stages=("sft",)))
+    assert told[:5] == ["measure_start", "rehearse", "begin", "step", "step"]
+    assert told.count("begin") == 1
 
 
 def test_what_the_launcher_and_the_demo_leave_before_a_run_is_its_own(
