@@ -254,7 +254,7 @@ def unwritable(folder: Path, error: OSError, world: World) -> CheckpointError:
     where = f"{folder} on {socket.gethostname()}" if len(world.folders) > 1 else str(folder)
     return CheckpointError(
         f"{where} must be writable; got: {error.strerror or error} ({free:,} bytes free). "
-        "Free some space or choose another --output-dir; earlier checkpoints are intact."
+        "Free some space or choose another --output-dir; what was saved before is intact."
     )
 
 
@@ -272,7 +272,7 @@ def require_space(folder: Path, num_bytes: int, world: World) -> None:
         if num_bytes > free:
             raise CheckpointError(
                 f"{folder} must have room for {num_bytes:,} bytes; got {free:,} bytes free. Free "
-                "some space or choose another --output-dir; earlier checkpoints are intact."
+                "some space or choose another --output-dir; what was saved before is intact."
             )
 
     together(check if world.is_keeper else lambda: None, folder, world)

@@ -25,11 +25,12 @@ from tandem.predict.hardware import Hardware, find_hardware, hardware_names
 from tandem.predict.machine import this_machine
 from tandem.predict.memory import Models
 from tandem.predict.models import config_of, config_of_shape, ladder
+from tandem.predict.room import room_for
 from tandem.predict.rows import Rows
 
 
 def plan_command(args: Sequence[str]) -> int:
-    """Run `tandem plan ARGS`; 0 if the run fits, 1 if it does not.
+    """Run `tandem plan ARGS`; 0 if the run fits, 1 if it does not, or its models not on the disk.
 
     Raises:
         ConfigError, ModelError, DataError: wrong flags, no such model or hardware, data that cannot
@@ -55,11 +56,14 @@ def plan_command(args: Sequence[str]) -> int:
     others = asked.layouts(limit)
     sources = [f"{name}: {rows.source}" for name, rows in asked.rows.items()]
     notes = plan_notes(laid, sources, asked.models.values())
+    room = room_for(laid.stages, Path(asked.config.output_dir)) if not options.hardware else None
+    if room is not None and room.problem:
+        notes.insert(0, f"disk: {room.problem}; give another --output-dir or free some space")
     if options.json:
         print(json.dumps(plan_values(laid, others, limit, notes), indent=1, allow_nan=False))
     else:
         show_plan(laid, others, limit, notes)
-    return int(not laid.fits(limit))
+    return int(not laid.fits(limit) or (room is not None and not room.takes_models))
 
 
 @dataclass(frozen=True, slots=True)

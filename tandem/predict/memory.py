@@ -41,13 +41,15 @@ class Device:
 class Models:
     """The models of a stage: the policy's shape and the reward model's (of the critic too); the
     policy's model type; the shape of a reference that is another model (None: the policy as it
-    begins); the policy's positions, if they are limited."""
+    begins); the policy's positions, if they are limited; the bytes of a parameter in the files that
+    they come from."""
 
     policy: Shape
     value: Shape
     kind: str = ""
     reference: Shape | None = None
     positions: int | None = None
+    saved_width: int = 2
 
     @staticmethod
     def of(policy: Config, value: Config, reference: Config | None = None) -> Models:
@@ -62,7 +64,13 @@ class Models:
             str(policy.get("model_type", "")),
             None if reference is None else shape_for(reference),
             policy.get("max_position_embeddings") or policy.get("n_positions"),
+            min(_width(policy), _width(value)),
         )
+
+
+def _width(config: Config) -> int:
+    """Bytes of a parameter in a model's files; of two possible ones the lower."""
+    return 4 if "float32" in (config.get("dtype"), config.get("torch_dtype")) else 2
 
 
 def stage_memory(

@@ -65,8 +65,9 @@ class Phase:
 class StagePrediction:
     """A stage on some ranks.
 
-    phases: by name, in order. work: of a step. disk: bytes written at most. host: bytes per rank in
-    host memory beside a GPU. hardware: what for.
+    phases: by name, in order. work: of a step. disk: bytes written at most. models: bytes of the
+    models that it leaves, at least. host: bytes per rank in host memory beside a GPU. hardware:
+    what for.
     """
 
     stage: str
@@ -76,6 +77,7 @@ class StagePrediction:
     work: Work
     phases: Mapping[str, Phase]
     disk: float
+    models: float
     host: float
 
     @cached_property
@@ -156,6 +158,7 @@ def predict_stage(
         work=work,
         phases=phases,
         disk=_disk(config, trained, models, stage),
+        models=_saved_width(config, models) * _saved(config, trained, models, stage),
         host=sum(memory.host.values()) + config.save_async * _copied(trained),
     )
 
@@ -305,6 +308,20 @@ def _disk(
     # The next checkpoint is written before the oldest is removed; the best is kept beside them.
     saves = config.save_every or section.keep_best
     checkpoints = (config.keep_checkpoints + 1 if saves else 1) + section.keep_best
+    return checkpoints * states + FLOAT * _saved(config, trained, models, stage)
+
+
+def _saved(
+    config: RunConfig, trained: list[tuple[Shape, Layout]], models: Models, stage: Stage
+) -> float:
+    """Parameters of the models that the stage leaves, averages included."""
+    section = getattr(config, stage.section)
     averages = isinstance(section, RLConfig) and section.ema
-    saved = FLOAT * (sum(shape.parameters for shape, _ in trained))
-    return checkpoints * states + saved + averages * FLOAT * models.policy.parameters
+    return sum(shape.parameters for shape, _ in trained) + averages * models.policy.parameters
+
+
+def _saved_width(config: RunConfig, models: Models) -> int:
+    """Bytes of a saved parameter, at least."""
+    if config.save_dtype == "auto":
+        return models.saved_width
+    return FLOAT if config.save_dtype == "fp32" else FLOAT // 2

@@ -52,6 +52,7 @@ from tandem.training.answer_records import shown_rows
 from tandem.training.callbacks import Callback, CallbackStop
 from tandem.training.compare import compare, is_compared
 from tandem.training.conversation_trial import check_environment
+from tandem.training.disk_room import require_room
 from tandem.training.forecast import Forecast
 from tandem.training.given import GivenModel, Rows, digest_of_module, with_given
 from tandem.training.left_out import left_out_lines
@@ -269,6 +270,7 @@ def _run_stages(run: Run, rows: StepRows, unfinished: Sequence[str]) -> None:
         with no_collection_of_old_objects():  # the stage before leaves its models' memory
             give_back_memory()
             forecast = Forecast(run, stage, rows)
+            require_room(run, stage, forecast.prediction)
             with forecast.loading():
                 job = prepared(stage, run, rows)
             if config.reference_model and has_reference(config, stage_of(stage)):

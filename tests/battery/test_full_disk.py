@@ -23,6 +23,7 @@ from tandem.config.load import dump_config
 from tandem.config.schema import RunConfig
 from tandem.errors import CheckpointError
 from tandem.models.save import save_model
+from tandem.training import run_stages as run_stages_module
 from tandem.training import saving as saving_module
 from tests.battery.figures import record
 from tests.models.families import tiny_model, tokenizer
@@ -218,13 +219,14 @@ def test_a_run_whose_disk_is_full_goes_on_with_more_room(
             if part % 4 in (1, 2):  # others take the room after we looked
                 patch.setattr(saver_module, "require_space", lambda *arguments: None)
                 patch.setattr(saving_module, "require_space", lambda *arguments: None)
+                patch.setattr(run_stages_module, "require_room", lambda *arguments: None)
                 unlooked += 1
             capfd.readouterr()
             code = commanded(replace(ours, save_every=every), tmp_path)
         out, said = capfd.readouterr()
         (line,) = [line for line in said.splitlines() if line.startswith("tandem: ")]
         assert (code, "Traceback" in out + said) == (2, False), out + said
-        assert re.search(r"No space left on device|must have room for [\d,]+ bytes", line), line
+        assert re.search(r"No space left on device|must have room for ", line), line
         assert str(run) in line
         assert line.isprintable()
         assert not [p for p in disk.rglob(".*") if p.name != ".lock"], "no half-written file stays"

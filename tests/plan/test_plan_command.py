@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +123,25 @@ def test_this_machine_and_the_largest(capsys: pytest.CaptureFixture[str]) -> Non
     assert code == 0
     assert "facebook/opt-13b: does not fit" in out
     assert "facebook/opt-350m: fits" in out or "facebook/opt-125m: fits" in out
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_disk_that_is_too_small_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = (*SHAPE[:2], "--no-data", "--output-dir", str(tmp_path / "run"))
+    code, out, _ = run(capsys, *asked)
+    assert (code, "disk:" in out) == (0, False)
+    for mib, expected, said in (
+        (1, 1, "free, and the models alone need"),
+        (100, 0, "free, and checkpoints and models may need"),
+    ):
+        usage = SimpleNamespace(free=mib << 20)
+        monkeypatch.setattr("tandem.predict.room.shutil.disk_usage", lambda path, u=usage: u)
+        code, out, _ = run(capsys, *asked)
+        assert code == expected
+        assert f"disk: {tmp_path / 'run'} has {mib} MiB {said} " in out
+        assert run(capsys, *asked, "--hardware", "1xH100")[1].count("disk:") == 0  # not this disk
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,8 @@ def test_steps_totals_price_and_disk() -> None:
     assert sft.dollars == pytest.approx(2.95 * (sft.total_seconds or 0) / 3600)
     assert predicted("sft", rows=replace(ROWS, count=0)).total_seconds is None
     assert predicted("sft", keep_checkpoints=4).disk > sft.disk
+    assert predicted("sft", save_dtype="fp32").models == 2 * sft.models < sft.disk
+    assert predicted("ppo", ppo__ema=True).models > predicted("ppo").models
     assert predicted("sft", sft__keep_best=True).disk == predicted("sft", keep_checkpoints=3).disk
     assert "save" not in predicted("sft", save_every=0).phases
     trained = sft.phases["train"]
