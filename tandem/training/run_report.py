@@ -6,8 +6,9 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tandem.errors import Stopped, TandemError
+from tandem.errors import Stopped
 from tandem.metrics.report import write_report
+from tandem.text import named_line
 from tandem.training.callbacks import CallbackStop
 from tandem.training.run_folder import Run
 
@@ -20,20 +21,31 @@ def report(run: Run) -> None:
 
 @contextmanager
 def report_at_a_stop(run: Run) -> Iterator[None]:
-    """Write a report of what there is where a signal or a callback stops the block.
+    """Write a report of what there is where a signal, a callback or an error stops the block.
 
-    On several ranks it only says how to: one that waits for the report could be waited for, or
-    ended by the launcher, as a signal before a step does not reach all of them.
+    After an error on several ranks it only says how to: the launcher ends the other ranks after the
+    first one that failed, and does not wait for a report.
     """
     try:
         yield
     except (Stopped, CallbackStop):
-        later = f"tandem report {shlex.quote(str(run.path))}"
-        if run.world.size > 1:
-            run.print_line(f"report: {later} writes it")
-            raise
-        try:
-            report(run)
-        except (TandemError, OSError) as error:  # nothing that the stop should fail for
-            run.print_line(f"report: not written: {str(error).rstrip('.')}. {later} writes it")
+        _report_or_say_how(run)
         raise
+    except Exception:
+        if run.world.size > 1:
+            run.print_line(f"report: {_command(run)} writes it")
+        else:
+            _report_or_say_how(run)
+        raise
+
+
+def _report_or_say_how(run: Run) -> None:
+    try:
+        report(run)
+    except Exception as error:  # nothing that may hide why the run stops
+        why = named_line(error).rstrip(".")
+        run.print_line(f"report: not written: {why}. {_command(run)} writes it")
+
+
+def _command(run: Run) -> str:
+    return f"tandem report {shlex.quote(str(run.path))}"

@@ -259,30 +259,36 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     config = config_of(tmp_path, tiny_model, preferences)
     said = on_ranks(2, stopped_on_one_rank, config)
     assert said == ["stopped by SIGTERM after ppo step 1, which is saved"] * 2
+    assert "</html>" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_report_that_cannot_be_written_does_not_change_the_stop(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("error", [Stopped(signal.SIGINT, "after a step"), ValueError("boom")])
+@pytest.mark.parametrize("is_full", [False, True])
+def test_whatever_stops_a_run_leaves_a_report_or_the_command_for_it(
+    monkeypatch: pytest.MonkeyPatch, size: int, error: BaseException, is_full: bool
 ) -> None:
-    """Nor is it waited for on several ranks."""
+    """A report that cannot be written hides nothing; a rank that failed is not waited for."""
 
-    def full(path: Path) -> Path:
-        raise OSError(5, "Bad disk")
+    def write(path: Path) -> Path:
+        if is_full:
+            raise OSError(5, "Bad disk")
+        return path / "report.html"
 
-    monkeypatch.setattr("tandem.training.run_report.write_report", full)
-    for size, said in (
-        (
-            1,
-            "report: not written: [Errno 5] Bad disk. tandem report 'a b' writes it",
-        ),
-        (2, "report: tandem report 'a b' writes it"),
-    ):
-        lines: list[str] = []
-        world = SimpleNamespace(size=size, is_first=True)
-        run: Any = SimpleNamespace(path=Path("a b"), world=world, print_line=lines.append)
-        with pytest.raises(Stopped), report_at_a_stop(run):
-            raise Stopped(signal.SIGINT, "after a step")
-        assert lines == [said]
+    monkeypatch.setattr("tandem.training.run_report.write_report", write)
+    lines: list[str] = []
+    world = SimpleNamespace(size=size, is_first=True)
+    run: Any = SimpleNamespace(path=Path("a b"), world=world, print_line=lines.append)
+    with pytest.raises(type(error)), report_at_a_stop(run):
+        raise error
+    if size == 2 and isinstance(error, ValueError):
+        assert lines == ["report: tandem report 'a b' writes it"]
+    elif is_full:
+        assert lines == [
+            "report: not written: OSError: [Errno 5] Bad disk. tandem report 'a b' writes it"
+        ]
+    else:
+        assert lines == ["report: a b/report.html"]
 
 
 def started(config: RunConfig, folder: Path, *python: str) -> subprocess.Popen[str]:
@@ -543,6 +549,7 @@ def test_too_many_bad_steps_end_the_run_and_leave_the_recorder(
     assert [line.get("step") for line in recorded] == [1, 2, None]
     assert recorded[0]["rows"][0]["token_ids"]
     assert "NumericsError" in recorded[-1]["ended_by"]
+    assert "</html>" in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert not list(tmp_path.rglob("step-*"))
 
 
