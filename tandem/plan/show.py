@@ -107,7 +107,7 @@ def _sums(stage: StagePrediction) -> str:
     steps = counted(num_steps, "step") if num_steps else "an unknown number of steps"
     parts = [f"{stage.stage}: {steps} of {_seconds(stage.step_seconds)} s"]
     if stage.total_seconds is not None:
-        parts.append(f"in all {duration(stage.total_seconds)}")
+        parts.append(f"in all {duration(stage.total_seconds)} without evaluations")
     if stage.dollars is not None:
         parts.append(f"${stage.dollars:,.2f}")
     parts.append(f"disk {size_text(stage.disk)}")
