@@ -35,7 +35,7 @@ from tandem.data.shapes import (
     sharegpt,
 )
 from tandem.data.tools import tools_or_note
-from tandem.data.turns import inline_turns, turns_of
+from tandem.data.turns import turns_of
 from tandem.data.unread import (
     column_notes,
     skipped_notes,
@@ -233,12 +233,6 @@ def _notes(row: Row, shape: Shape, sample: Sample) -> list[str]:
         notes.append("with a label that is neither true (1) nor false (0), not read as good or bad")
     if any(not turn.learned for turn in sample.prompt):
         notes.append("turns marked weight 0 or train false are shown, not learned")
-    if (
-        "prompt" in shape.needs
-        and isinstance(prompt := row["prompt"], str)
-        and inline_turns(prompt)
-    ):
-        notes.append("prompts of the form Human: ... Assistant: without blank lines, read as turns")
     if shape.read in (messages, sharegpt):
         notes += skipped_notes(turns_of(row[shape.needs[0]], shape.needs[0]))
     if shape.read is prompt_only and (several := several_answers(row)):

@@ -43,7 +43,6 @@ _KNOWN_ROLE = re.compile(
     rf"['\"](role|from)['\"]\s*:\s*['\"]({'|'.join(_ROLES)})['\"]", re.IGNORECASE
 )
 _MARKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
-_INLINE_MARKER = re.compile(r"(?:\A|(?<=\s))(Human|Assistant):")
 _TRANSCRIPT_PROMPT = re.compile(r"\A\s*Human:.*\n\nAssistant:\s*\Z", re.DOTALL)
 
 
@@ -158,8 +157,8 @@ def is_transcript(text: str) -> bool:
 def prompt_turns(value: Any, field: str) -> Turns:
     """A prompt column: a string is one user turn, a list is a conversation (or turns read before).
 
-    A string that is a whole transcript up to "\\n\\nAssistant:" (as in Dahoas/rm-static), or to
-    "Assistant:" without blank lines (as DeepSpeed-Chat writes rows), is read as that conversation.
+    A string that is a whole transcript up to "\\n\\nAssistant:" (as in Dahoas/rm-static) is read as
+    that conversation.
     """
     if isinstance(value, tuple) and value and isinstance(value[0], Message):
         return value
@@ -168,23 +167,7 @@ def prompt_turns(value: Any, field: str) -> Turns:
     text = text_of(value, field)
     if _TRANSCRIPT_PROMPT.match(text):
         return transcript_turns(text, field)[:-1]
-    return inline_turns(text) or (Message("user", text),)
-
-
-def inline_turns(text: str) -> Turns:
-    """The turns of a prompt such as " Human: hi Assistant:", whose turns no blank line parts; ()
-    of any other. It must begin with Human, the speakers must take turns, none saying nothing, and
-    it must end at an Assistant: behind which there is nothing."""
-    if _TRANSCRIPT_PROMPT.match(text):
-        return ()
-    before, *parts = _INLINE_MARKER.split(text)
-    speakers, said = parts[::2], [part.strip() for part in parts[1::2]]
-    if before.strip() or not said or said.pop() or not all(said):
-        return ()
-    if len(speakers) % 2 or speakers != ["Human", "Assistant"] * (len(speakers) // 2):
-        return ()
-    roles: tuple[Role, Role] = ("user", "assistant")
-    return tuple(Message(roles[i % 2], content) for i, content in enumerate(said))
+    return (Message("user", text),)
 
 
 def check_prompt(prompt: Turns, field: str) -> Turns:

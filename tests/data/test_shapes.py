@@ -357,17 +357,6 @@ def test_a_mapped_column_that_is_null_counts_as_absent() -> None:
     assert sample(row, prompt="q", chosen="good", rejected="bad") == ANSWER
 
 
-def test_a_prompt_whose_turns_no_blank_line_parts_is_noted() -> None:
-    row = {"prompt": " Human: 2+2? Assistant:", "chosen": " 4", "rejected": " 5"}
-    shaped = to_sample(row, HERE)
-    assert (shaped.sample.prompt, shaped.sample.chosen) == ((USER,), " 4")
-    note = "prompts of the form Human: ... Assistant: without blank lines, read as turns"
-    assert shaped.notes == (note,)
-    mapped = {"question": row["prompt"], "completion": "4"}
-    assert to_sample(mapped, HERE, {"prompt": "question"}).notes == (note,)
-    assert to_sample({**row, "prompt": "\n\nHuman: 2+2?\n\nAssistant:"}, HERE).notes == ()
-
-
 def test_turns_after_the_last_answer_are_noted() -> None:
     row = {"messages": [user("2+2?"), bot("4"), user("Thanks")]}
     assert to_sample(row, HERE).notes == ("turns after the last assistant turn skipped",)

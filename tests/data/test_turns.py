@@ -148,36 +148,8 @@ def test_prompt_columns() -> None:
     assert prompt_turns([{"role": "user", "content": "hi"}], "prompt") == (USER,)
     whole = "\n\nHuman: hi\n\nAssistant: yo\n\nHuman: hi\n\nAssistant:"
     assert prompt_turns(whole, "prompt") == (USER, BOT, USER)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        " Human: hi Assistant: yo Human: hi Assistant:",
-        "Human: hi\nAssistant: yo\nHuman: hi\nAssistant: ",
-        "\n\nHuman: hi Assistant: yo\n\nHuman: hi Assistant:",
-    ],
-)
-def test_a_prompt_without_blank_lines_is_its_turns(text: str) -> None:
-    assert prompt_turns(text, "prompt") == (USER, BOT, USER)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Human: and Assistant: are words.",
-        "Say Human: hi Assistant:",
-        "Human: hi",
-        "Human: Assistant:",
-        "Human: compare Human: and Assistant:",
-        "Human: is it Assistant: or Assistant:",
-        "Human: a SuperAssistant:",
-        "Assistant: hi Human: yo Assistant:",
-        "Humans: hi Assistant:",
-    ],
-)
-def test_a_prompt_that_may_be_one_turn_stays_one(text: str) -> None:
-    assert prompt_turns(text, "prompt") == (Message("user", text),)
+    about = "Human: and Assistant: are words."
+    assert prompt_turns(about, "prompt") == (Message("user", about),)
 
 
 @pytest.mark.parametrize(
