@@ -32,8 +32,11 @@ _OTHERS = 2
 _ROUNDING = 1e-9
 """By how much of the largest score two means of the same scores in another order may differ."""
 _ANY_ANSWER = "An answer."
-_FURTHER = ("4", "{}", _ANY_ANSWER)
-"""What a function is tried on that raises for the first answer: it may want a number, or JSON."""
+_FURTHER = (
+    *("4", "{}", '{"answer": 4}', _ANY_ANSWER, "<answer>4</answer>", "\\boxed{4}"),
+    "```\n4\n```",
+)
+"""What a function is tried on that raises for the first answer: it may want a number or a form."""
 _OF_THE_FUNCTION = ("exception", "result")
 """Failures by a function's own code, whatever the machine does."""
 _NO_LIST = "must return a list of "
@@ -246,6 +249,9 @@ def _tried(
     if found.failures.keys() & set(_OF_THE_FUNCTION):
         if _NO_LIST in found.first:
             return _fails_on_all(call, found), []
+        if not getattr(call, "checks_answer", True):  # it wants a form that no row here may have
+            rewards.tell_failures(found)
+            return "", []
         (further,) = rewards.score(others, spec.label, tells=False)
         if further.failures.keys() <= set(_OF_THE_FUNCTION) and all(further.failed):
             return _fails_on_all(call, FunctionScores.joined([found, further])), []
@@ -282,8 +288,8 @@ def _fails_on_all(call: RewardFunction, found: FunctionScores) -> str:
     tried = f"all {number} answers" if number > 1 else "the answer"
     return (
         f"reward function {found.label}{_place_of(call)} must score answers; it failed on {tried} "
-        f"that it was tried on; the first: {found.first}. Fix the function; "
-        "--no-scoring.self-test leaves this try out."
+        f"that it was tried on; the first: {found.first}. Fix the function, or have it return None "
+        "for answers of another form; --no-scoring.self-test leaves this try out."
     )
 
 

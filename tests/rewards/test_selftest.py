@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -241,11 +242,11 @@ def misses_a_name(prompts: Any, completions: Any, **columns: Any) -> list[float]
         (empty_list, "the answer", "must return a list of 1 numbers or None; got 0"),
         (
             not_finite,
-            r"all \d answers",
+            r"all \d+ answers",
             "must return finite numbers within 1e\\+15 or None; got nan",
         ),
-        (misses_a_name, r"all \d answers", "KeyError: 'gold'"),
-        (raises, r"all \d answers", "ValueError: signal only works in main thread"),
+        (misses_a_name, r"all \d+ answers", "KeyError: 'gold'"),
+        (raises, r"all \d+ answers", "ValueError: signal only works in main thread"),
     ],
 )
 def test_a_function_that_fails_on_all_stops_the_run_with_its_cause(
@@ -254,7 +255,7 @@ def test_a_function_that_fails_on_all_stops_the_run_with_its_cause(
     place = rf"{re.escape(__file__)}:{function.__code__.co_firstlineno}"
     expected = (
         rf"^reward function {function.__name__} \({place}\) must score answers; it failed on "
-        rf"{number} that it was tried on; the first: d\.jsonl:1: {told}\. Fix the function; "
+        rf"{number} that it was tried on; the first: d\.jsonl:1: {told}\. Fix the function, or "
     )
     for rows in (rows_of(None), rows_of("a", "b"), rows_of("a", "b", "c", "d")):
         lines: list[str] = []
@@ -310,3 +311,32 @@ def test_a_function_of_token_ids_is_tested_on_the_answers_tokens() -> None:
     (line,) = self_test(rewards, rows_of("ab", "c"), lambda text: [ord(c) for c in text])
     rewards.close()
     assert "on 2 rows: reference 1, empty 0, another row's reference 0" in line
+
+
+def tagged(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    return [float(re.findall(r"<answer>(.*)</answer>", text)[0] == "4") for text in completions]
+
+
+def boxed(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    return [float(re.findall(r"\\boxed{(.*)}", text)[0] == "4") for text in completions]
+
+
+def keyed(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    return [float(json.loads(text)["answer"] == 4) for text in completions]
+
+
+def picky(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    raise ValueError("another form")
+
+
+picky.checks_answer = False  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("function", [tagged, boxed, keyed, picky])
+def test_one_that_raises_for_texts_of_another_form_may_begin(
+    function: Callable[..., list[float]],
+) -> None:
+    lines: list[str] = []
+    rewards = RewardFunctions([function], ScoringConfig(), lines.append)
+    self_test(rewards, rows_of(None))
+    assert any("failed on 1 of 1 answers" in line for line in lines)
