@@ -27,7 +27,7 @@ class DataConfig:
     """Share of the prompts that no stage trains on, for evaluation."""
     eval_rows: int = knob(1024, ge=0)
     """Most held-out rows of a kind (texts, pairs, labelled or graded answers) that an evaluation
-    reads, spread evenly over them; 0: all. RL's prompts have eval_prompts."""
+    reads, spread evenly over each data set's; 0: all. RL's prompts have eval_prompts."""
     columns: tuple[str, ...] = knob(())
     """Column map for files of other shapes, as `role=column` (roles: prompt, chosen, rejected,
     completion, messages, text, system, tools, label, grade, margin, ranking, answers, ranks,

@@ -118,7 +118,7 @@ class TokenCheck:
             told = f"{len(over):,} of {measured} ({len(over) / len(self._even):.1%})"
             told += "" if self._is_all else f", and {len(longer):,} of {others},"
             first = visible(str((over + longer)[0]))
-            told += f" are longer than {limits}, and dropped by a run; the first: {first}"
+            told += f" are longer than {limits} (--dataset.on-long-row); the first: {first}"
         else:
             told = f"{measured}{'' if self._is_all else f' and {others}'} are within {limits}"
         console.print(Text(f"limits: {told}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,6 +52,6 @@ def room_for(stages: Sequence[StagePrediction], folder: Path, held: float = 0.0)
         most = max(most, models + stage.disk)
         models += stage.models
     there = folder
-    while not there.exists():
+    while not os.path.exists(there):  # False, too, where it may not be looked at
         there = there.parent
     return Room(folder, float(shutil.disk_usage(there).free), models, max(models, most - held))

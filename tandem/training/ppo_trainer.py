@@ -314,7 +314,7 @@ class PPOTrainer:
         del means["loss"]
         for name in ("policy_loss", "rank_idle"):
             log.add(name, means.pop(name))
-        means = {n: v * (of_all if "clip" in n else per_token) for n, v in means.items()}
+        means = {n: v * (of_all if n.startswith("clip_") else per_token) for n, v in means.items()}
         gap = means.pop("ratio_gap")
         if is_first:
             self.first_update.has_measured = True

@@ -60,7 +60,7 @@ _ENVIRONMENT, _TOOLS = "the environment", "the tools"
 # These change metrics on the way, never the trained model.
 _HARMLESS = ("max_skipped", "workers", "self_test")
 # Nor do these, unless the stage's result is chosen among its evaluations.
-_EVALUATING = ("eval_every", "eval_prompts")
+_EVALUATING = ("eval_every", "eval_prompts", "eval_rows")
 
 
 def recorded(folder: Path, name: str) -> dict[str, Any]:

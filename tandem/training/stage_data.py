@@ -35,7 +35,9 @@ from tandem.types import (
     LabelledRow,
     PairRow,
     PromptRow,
+    RankedRow,
     Sample,
+    Source,
     TokenRow,
 )
 
@@ -247,8 +249,20 @@ def positions(path: str, config: RunConfig) -> int | None:
     return positions_in(load_config(locate(path), trust_remote_code=config.trust_remote_code))
 
 
+def _dataset(row: Row) -> str:
+    """The data set that a row is from."""
+    return row.sequences[0].source.dataset if isinstance(row, RankedRow) else _own(row).dataset
+
+
+def _own(row: TokenRow | PairRow | GradedRow | LabelledRow | PromptRow) -> Source:
+    if isinstance(row, PairRow):
+        return row.chosen.source
+    return row.answer.source if isinstance(row, GradedRow | LabelledRow) else row.source
+
+
 class _Spread:
-    """At most so many of some rows, evenly over all of them (0: all), and how many by kind."""
+    """At most so many of some rows (0: all), evenly over those of each data set, of which a small
+    one keeps more than its share; and how many by kind."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -259,7 +273,20 @@ class _Spread:
         if not 0 < most < len(rows):
             return rows
         self.counts[kind] = most, len(rows)
-        return [rows[i * len(rows) // most] for i in range(most)]
+        sets: dict[str, list[Row]] = {}
+        for row in rows:
+            sets.setdefault(_dataset(row), []).append(row)
+        # Half goes to all data sets alike, so that a small one is seen beside a large one.
+        shares = [min(len(own), most // (2 * len(sets))) for own in sets.values()]
+        rest, left = most - sum(shares), len(rows) - sum(shares)
+        found: list[Row] = []
+        before = 0  # rows that are beside the shares of the data sets so far
+        for own, share in zip(sets.values(), shares, strict=True):
+            beside = before + len(own) - share
+            some = share + rest * beside // left - rest * before // left
+            found += [own[i * len(own) // some] for i in range(some)]
+            before = beside
+        return found
 
 
 def shuffled(rows: list[Row], seed: int) -> list[Row]:

@@ -224,7 +224,7 @@ def test_the_longest_row_is_measured_and_held_to_the_limits(tmp_path: Path, shar
     path = write(tmp_path / "a.jsonl", rows)
     tokenizer = str(shared / "models" / "stories260K" / "hf")
     _, text = run([path], tokenizer_path=tokenizer, measured=10, rows=0, stages=["sft"])
-    over = f"are longer than max_tokens 512, and dropped by a run; the first: {path}:134"
+    over = f"are longer than max_tokens 512 (--dataset.on-long-row); the first: {path}:134"
     told = f"limits: 0 of 10 evenly spaced rows (0.0%), and 1 of the 100 longest others, {over}"
     assert told in " ".join(text.split())
     assert text.index("limits: ") < text.index("Lengths in characters")

@@ -83,9 +83,19 @@ def test_an_evaluation_reads_so_many_rows_spread_over_all_of_them(
     rows = prepare_rows(few, tiny_model, tiny_model, trains=False)
     every = len(whole.heldout_dpo_pairs)
     assert rows.spread == dict.fromkeys(("texts", "pairs"), (10, every))
-    assert rows.heldout_dpo_pairs == [whole.heldout_dpo_pairs[i * every // 10] for i in range(10)]
-    assert len({pair.chosen.source.dataset for pair in rows.heldout_dpo_pairs}) == 2
+    small, large = (
+        [pair for pair in whole.heldout_dpo_pairs if pair.chosen.source.dataset == name]
+        for name in ("few", "many")
+    )
+    # Two of each, and of the other six as many as the data sets have.
+    first = 2 + 6 * (len(small) - 2) // (every - 4)
+    assert rows.heldout_dpo_pairs == [
+        own[i * len(own) // count] for own, count in ((small, first), (large, 10 - first))
+        for i in range(count)
+    ]  # fmt: skip
     assert (len(rows.heldout_sft), rows.dpo_pairs, rows.sft) == (10, [], [])
+    one = replace(config, dataset=replace(config.dataset, eval_rows=1))
+    assert len(prepare_rows(one, tiny_model, tiny_model, trains=False).heldout_sft) == 1
     assert rows.heldout_prompts == whole.heldout_prompts
     lines: list[str] = []
     evaluated = [
