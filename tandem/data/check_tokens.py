@@ -17,6 +17,7 @@ from tandem.config.dataset import DataConfig
 from tandem.config.stages import in_order
 from tandem.data.assign import Dataset, ReadRow
 from tandem.data.ledger import Ledger
+from tandem.data.loader import evenly
 from tandem.data.progress import Progress
 from tandem.data.tokenview import render, token_text
 from tandem.errors import DataError
@@ -91,7 +92,7 @@ class TokenCheck:
         progress.begin("rendering")
         self._num_rows = len(read)
         is_all = not 0 < number < len(read)
-        some = read if is_all else [read[i * len(read) // number] for i in range(number)]
+        some = read if is_all else evenly(read, number)
         known = {id(row) for row in some}
         others = [] if is_all else [row for row in read if id(row) not in known]
         longest = heapq.nlargest(_LONGEST, others, key=_characters)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.random import Philox
 from numpy.typing import NDArray
 
 from tandem.errors import ConfigError, DataError
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +121,12 @@ class BatchOrder:
                 rows += taken.tolist()
                 begin += len(taken)
             yield k + 1, rows[self.rank :: self.world_size]
+
+
+def evenly(items: Sequence[Item], number: int) -> list[Item]:
+    """At most so many of the items, evenly spaced over all of them."""
+    taken = min(len(items), number)
+    return [items[place * len(items) // taken] for place in range(taken)]
 
 
 def permutation(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:

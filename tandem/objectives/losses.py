@@ -31,6 +31,11 @@ class PairwiseLoss:
     center_penalty: Tensor
 
 
+def wins_of(margins: Tensor) -> Tensor:
+    """1.0 where the chosen answer is ahead, 0.5 at a tie, else 0.0; the margins' shape, float32."""
+    return (margins > 0).float() + 0.5 * (margins == 0).float()
+
+
 def pairwise_loss(
     chosen: Tensor,
     rejected: Tensor,
@@ -58,9 +63,8 @@ def pairwise_loss(
     penalty = (weights * (chosen.float() + rejected.float()).square()).sum()
     asked = margin if margins is None else margin - margins
     loss = -(weights * F.logsigmoid(asked)).sum() + center_coef * penalty
-    wins = (margin > 0).float() + 0.5 * (margin == 0).float()
     return PairwiseLoss(
-        loss, (weights * wins).sum(), (weights * margin).detach().sum(), penalty.detach()
+        loss, (weights * wins_of(margin)).sum(), (weights * margin).detach().sum(), penalty.detach()
     )
 
 
@@ -96,9 +100,11 @@ def dpo_loss(
     rejected_reward = beta * (rejected_logprobs - ref_rejected_logprobs)
     margin = chosen_reward - rejected_reward
     losses = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
-    wins = (margin > 0).float() + 0.5 * (margin == 0).float()
     return DPOLoss(
-        losses.sum(), wins.sum(), chosen_reward.detach().sum(), rejected_reward.detach().sum()
+        losses.sum(),
+        wins_of(margin).sum(),
+        chosen_reward.detach().sum(),
+        rejected_reward.detach().sum(),
     )
 
 

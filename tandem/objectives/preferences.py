@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.objectives.losses import dpo_loss
+from tandem.objectives.losses import dpo_loss, wins_of
 from tandem.objectives.masked import require_same_shape
 
 _LOG_2 = 0.6931471805599453
@@ -149,9 +149,11 @@ def _against_reference(
 
 def _pair_loss(losses: Tensor, chosen_reward: Tensor, rejected_reward: Tensor) -> PairLoss:
     margin = (chosen_reward - rejected_reward).detach()
-    wins = (margin > 0).float() + 0.5 * (margin == 0).float()
     return PairLoss(
-        losses.sum(), wins.sum(), chosen_reward.detach().sum(), rejected_reward.detach().sum()
+        losses.sum(),
+        wins_of(margin).sum(),
+        chosen_reward.detach().sum(),
+        rejected_reward.detach().sum(),
     )
 
 

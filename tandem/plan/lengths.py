@@ -16,6 +16,7 @@ from tandem.config.schema import RunConfig, rl_section
 from tandem.config.stages import Stage, in_order, leaving, rl_stage
 from tandem.data.assign import Dataset
 from tandem.data.dataset import load_data, load_text
+from tandem.data.loader import evenly
 from tandem.data.own_template import read_template
 from tandem.data.sampled import sampled
 from tandem.errors import DataError
@@ -168,8 +169,7 @@ def _shortened(sample: Sample, frame: PromptFrame, limit: int) -> int:
 
 def _some(samples: Sequence[Sample]) -> list[Sample]:
     """At most SAMPLED of them, evenly spaced."""
-    taken = min(len(samples), SAMPLED)
-    return [samples[number * len(samples) // taken] for number in range(taken)]
+    return evenly(samples, SAMPLED)
 
 
 def _whole(sample: Sample, count: Count, frame: PromptFrame) -> list[tuple[int, int]]:

@@ -10,6 +10,8 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from tandem.objectives.losses import wins_of
+
 
 @dataclass(frozen=True, slots=True)
 class Reliability:
@@ -32,7 +34,7 @@ def reliability(margins: Tensor, num_bins: int = 10) -> list[Reliability]:
     Source: arXiv:1706.04599.
     """
     confidence = torch.sigmoid(margins.abs().double())
-    right = (margins > 0).double() + 0.5 * (margins == 0).double()
+    right = wins_of(margins).double()
     bins = ((confidence - 0.5) * 2 * num_bins).long().clamp(max=num_bins - 1)
     return [
         Reliability(

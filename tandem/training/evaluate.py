@@ -19,6 +19,7 @@ from tandem.engine.scoring import RewardScorer
 from tandem.models.modes import evaluating
 from tandem.models.scalar import grade_scales
 from tandem.objectives.grades import Scale, explained, pearson, scale_of, spearman
+from tandem.objectives.losses import wins_of
 from tandem.objectives.masked import masked_sum
 from tandem.parallel.shard import shards_of
 from tandem.rewards.scoring import RewardFunctions
@@ -105,9 +106,8 @@ def datasets_of_pairs(pairs: Sequence[PairRow]) -> list[str]:
 
 
 def _margin_metrics(margins: Tensor) -> dict[str, float]:
-    wins = (margins > 0).float() + 0.5 * (margins == 0).float()
     return {
-        "heldout_accuracy": float(wins.mean()),
+        "heldout_accuracy": float(wins_of(margins).mean()),
         "heldout_margin": float(margins.mean()),
         "heldout_calibration_error": calibration_error(margins),
     }

@@ -16,6 +16,7 @@ from tandem.config.preferences import KTOConfig
 from tandem.engine.forward import response_logprobs, scored
 from tandem.errors import DataError
 from tandem.models.modes import evaluating
+from tandem.objectives.losses import wins_of
 from tandem.objectives.preferences import AnswerLogprobs, KTOLoss, kto_baseline, kto_loss
 from tandem.training.evaluate import by_dataset, datasets_of_answers
 from tandem.training.reference import ReferencedPolicy, place_referenced
@@ -172,8 +173,7 @@ def _evaluation(
             good, bad = own.log_ratio[own_labels], own.log_ratio[~own_labels]
             if len(good) and len(bad):
                 margins = good[:, None] - bad
-                wins = (margins > 0).float() + 0.5 * (margins == 0).float()
-                found["heldout_accuracy"] = float(wins.mean())
+                found["heldout_accuracy"] = float(wins_of(margins).mean())
                 found["heldout_margin"] = settings.beta * float(margins.mean())
             return found
 

@@ -19,7 +19,7 @@ from tandem.data.assign import Dataset
 from tandem.data.dataset import load_data, load_text
 from tandem.data.grades import rankings_of
 from tandem.data.ledger import Ledger
-from tandem.data.loader import permutation
+from tandem.data.loader import evenly, permutation
 from tandem.data.own_template import OwnTemplate, put_template, read_template
 from tandem.data.render import Renderer
 from tandem.data.spelled import note_spelled
@@ -284,7 +284,7 @@ class _Spread:
         for own, share in zip(sets.values(), shares, strict=True):
             beside = before + len(own) - share
             some = share + rest * beside // left - rest * before // left
-            found += [own[i * len(own) // some] for i in range(some)]
+            found += evenly(own, some)
             before = beside
         return found
 
