@@ -33,7 +33,8 @@ from bench.models import (
     uniform_lengths,
 )
 from bench.plain_hf_ppo import left_padded, sampling
-from tandem.config.schema import LoraConfig, SamplingConfig
+from tandem.config.lora import LoraConfig
+from tandem.config.schema import SamplingConfig
 from tandem.data.render import Renderer
 from tandem.generation.generator import generate
 from tandem.generation.stops import Stops

@@ -27,7 +27,7 @@ from bench.plain_hf_supervised import Step, language_loss, row_chunks
 from bench.report import Report, count, parser
 from bench.supervised import LLAMAS, measure_row, show, tried
 from bench.supervised_sides import TrainingSide, TrainingStart, TrainingWork, plain_settings
-from tandem.config.schema import LoraConfig
+from tandem.config.lora import LoraConfig
 from tandem.engine.forward import rank_micro_batches_of, response_logprobs
 from tandem.models.lora import add_lora
 from tandem.objectives.losses import sft_loss

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.config.lora import LoraConfig, TrainedRole
 from tandem.config.optimizer import OptimizerConfig
 from tandem.config.parallel import ParallelConfig, Recompute
-from tandem.config.schema import LoraConfig, RunConfig, SamplingConfig, rl_section
+from tandem.config.schema import RunConfig, SamplingConfig, rl_section
 from tandem.config.scoring import WeightedModel, weighted_models
 from tandem.config.stages import in_order, rl_stage
 
@@ -20,6 +21,7 @@ class EngineSettings:
     Fields mean what the knobs of their names mean, and besides:
 
     trained_roles: "actor", "critic": what any stage of the run trains.
+    checkpointed: the roles that recompute activations (`gradient_checkpointing`).
     optimizers: of each role that reinforcement learning trains.
     spike_sigma: `guards.spike_sigma`.
     ema_decay: of the actor's moving average; 0 keeps none.
@@ -34,7 +36,7 @@ class EngineSettings:
     parallel: ParallelConfig
     sampling: SamplingConfig
     dropout: float
-    gradient_checkpointing: bool
+    checkpointed: frozenset[TrainedRole]
     trust_remote_code: bool
     micro_batch_tokens: int
     halve_micro_batches: bool
@@ -71,7 +73,7 @@ def engine_settings(config: RunConfig) -> EngineSettings:
         parallel=config.parallel,
         sampling=config.sampling,
         dropout=config.dropout,
-        gradient_checkpointing=config.gradient_checkpointing,
+        checkpointed=_checkpointed(config),
         trust_remote_code=config.trust_remote_code,
         micro_batch_tokens=config.micro_batch_tokens,
         halve_micro_batches=config.halve_micro_batches,
@@ -87,3 +89,10 @@ def engine_settings(config: RunConfig) -> EngineSettings:
         recompute=config.recompute,
         chat_template=config.dataset.own_template,
     )
+
+
+def _checkpointed(config: RunConfig) -> frozenset[TrainedRole]:
+    both: frozenset[TrainedRole] = frozenset(("actor", "critic"))
+    if not config.gradient_checkpointing:
+        return frozenset()
+    return both if config.recompute_roles == "all" else frozenset((config.recompute_roles,))

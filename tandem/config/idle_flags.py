@@ -16,6 +16,7 @@ _READ_BY_ALL = ("sft.loss_on",)
 """A knob of a stage's section by which every stage's held-out texts are marked."""
 _READ_WITHOUT_RL = ("eval_prompts", "tools", "reward_model_weight")
 """What the comparison of models reads of the default RL stage's section if no such stage runs."""
+_TRAINED = {"actor": "a policy", "critic": "a critic or a reward model"}
 _SAMPLE = ("sampling.", "hybrid_engine", "generation_")
 """What is read where answers are sampled: in RL stages, for a reward model's scale, and in the
 comparison of models."""
@@ -47,12 +48,21 @@ def _idle(
     do, have = ("do", "have") if running[1:] else ("does", "has")
     unread = f"{named} {do} not read {{it}}"
     has_scores = _has_reward_model(running, config)
+    trained = {role for stage in running for role in stage.trains}
     for knob, words in given.items():
         if not _is_read(knob, running, config, has_scores):
             yield _flag(knob, words), unread
         elif knob == "parallel.critic_zero_stage":
             if not has_scores and not any("critic" in stage.trains for stage in running):
                 yield _flag(knob), f"{named} {have} no critic and no reward model"
+        elif knob == "lora.critic_rank":
+            if "critic" not in trained:
+                yield _flag(knob), f"{named} {do} not train {_TRAINED['critic']}"
+        elif knob == "recompute_roles":
+            untrained = next((role for role in _TRAINED if role not in trained), None)
+            if untrained:  # the knob changes nothing, or takes the other from what is trained
+                idle = "gradient_checkpointing" if config.recompute_roles == untrained else knob
+                yield _flag(idle), f"{named} {do} not train {_TRAINED[untrained]}"
         elif knob == "parallel.offload":
             if "reward" in config.parallel.offload and not has_scores:
                 yield f"{_flag(knob)} reward", f"{named} {have} no reward model"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -76,25 +75,3 @@ class ParallelConfig:
     """Ranks that share a fast network; 0: as the launcher says."""
     timeout_minutes: float = knob(30.0, gt=0)
     """How long a collective waits for a rank before the run stops and names it."""
-
-
-def frozen_base_problems(parallel: ParallelConfig, lora_rank: int) -> Iterator[str]:
-    """Rules for frozen bases, on any number of ranks."""
-    for name in ("frozen_weights", "shared_base"):
-        if getattr(parallel, name) and lora_rank == 0:
-            yield (
-                f"parallel.{name} must go with LoRA, whose base stays frozen; got lora.rank 0, "
-                "which trains all weights. Set --lora-rank"
-            )
-    if parallel.frozen_weights and parallel.inference_tp_size > 1:
-        yield (
-            "parallel.frozen_weights must go without tensor-parallel generation, which slices "
-            f"full weights; got parallel.inference_tp_size {parallel.inference_tp_size}. Use one "
-            "of the two"
-        )
-    moved = [name for name in ("params", "reward") if name in parallel.offload]
-    if parallel.shared_base and moved:
-        yield (
-            "parallel.shared_base must stay where all its models run; got parallel.offload "
-            f"{' '.join(moved)}. Offload the optimizer alone, or turn --shared-base off"
-        )

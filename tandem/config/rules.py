@@ -9,8 +9,8 @@ from typing import Any
 
 from tandem.config.conversations import conversation_problems
 from tandem.config.dataset import DataConfig
+from tandem.config.lora import adapter_problems, frozen_base_problems
 from tandem.config.optimizer import OptimizerConfig, SupervisedConfig
-from tandem.config.parallel import frozen_base_problems
 from tandem.config.preferences import preference_problems
 from tandem.config.schema import (
     GRPOConfig,
@@ -283,12 +283,13 @@ def _parallel_problems(config: RunConfig) -> Iterator[str]:
             "recompute must be layers without gradient_checkpointing, which it divides; got "
             f"{config.recompute}. Add --gradient-checkpointing"
         )
-    yield from frozen_base_problems(config.parallel, config.lora.rank)
-    if config.lora.train_tokens and not config.lora.rank:
+    if config.recompute_roles != "all" and not config.gradient_checkpointing:
         yield (
-            "lora.train_tokens must go with adapters (without, all embeddings are trained); got "
-            f"{' '.join(config.lora.train_tokens)} with lora.rank 0. Set --lora-rank, or remove it"
+            "recompute_roles must be all without gradient_checkpointing, which it limits; got "
+            f"{config.recompute_roles}. Add --gradient-checkpointing"
         )
+    yield from frozen_base_problems(config.parallel, config.lora)
+    yield from adapter_problems(config.lora)
     if config.parallel.inference_tp_size > 1 and not config.hybrid_engine:
         yield (
             "parallel.inference_tp_size must be 1 if hybrid_engine is off (only Tandem's engine "

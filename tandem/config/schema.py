@@ -14,6 +14,7 @@ from tandem.config.dataset import DataConfig
 from tandem.config.grpo import CriticFreeConfig
 from tandem.config.guards import GuardConfig, LogConfig
 from tandem.config.knob import RL, STEPS, UNSET, at_home, knob, require_sections
+from tandem.config.lora import LoraConfig
 from tandem.config.optimizer import OptimizerConfig, SupervisedConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.preferences import DPOConfig, KTOConfig
@@ -21,27 +22,6 @@ from tandem.config.reward import RewardConfig
 from tandem.config.scoring import ScoringConfig
 from tandem.config.stages import DEFAULT, rl_stage, stage_names
 from tandem.errors import ConfigError
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraConfig:
-    """Low-rank adapters (arXiv:2106.09685). Rank 0 trains the whole model."""
-
-    rank: int = knob(0, ge=0, common=True)
-    """Rank of the adapters; 0 turns LoRA off."""
-    alpha: float = knob(16.0, gt=0)
-    """The adapters' output is scaled by alpha / rank."""
-    dropout: float = knob(0.0, ge=0, lt=1)
-    """Dropout on the adapters' input. Off by default: PPO needs two forwards of one policy to
-    agree."""
-    targets: tuple[str, ...] = knob(("all-linear",))
-    """Which linear layers: `all-linear` (except the vocabulary head), or endings of module
-    names. Of models of different families each takes the names that it has, and must have
-    one."""
-    train_tokens: tuple[str, ...] = knob(())
-    """Tokens whose embeddings, and rows of the vocabulary head, are trained beside the adapters, as
-    PEFT's trainable_token_indices: tokens of the vocabulary, or `control`, the chat template's
-    control tokens, which a base model has not learned. Needs lora.rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,6 +338,9 @@ class RunConfig:
     """What gradient_checkpointing recomputes: whole layers; only each layer's mlp, which is the
     larger part of what a layer keeps, or only its attention. Parts keep more and recompute less;
     not every model family keeps them in modules of their own."""
+    recompute_roles: Literal["all", "actor", "critic"] = knob("all")
+    """Whose activations gradient_checkpointing recomputes: of every trained model; of the policy
+    alone; or of reward model and critic alone."""
     dropout: float = knob(0.0, ge=0, lt=1)
     """Dropout of the trained models. Off by default: PPO compares two forwards of one policy."""
     trust_remote_code: bool = knob(False)

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from transformers import PreTrainedTokenizerBase
 
 from tandem.config.dataset import CONTROL
-from tandem.config.schema import LoraConfig
+from tandem.config.lora import LoraConfig
 from tandem.data.excerpt import excerpt
 from tandem.data.render import Renderer
 from tandem.errors import ConfigError

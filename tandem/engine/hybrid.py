@@ -122,7 +122,7 @@ class RLHFEngine:
         placement = Placement(settings, self.world)
         self.dtype = placement.dtype
         self.tensor_group = tensor_group(self.world, settings.parallel.inference_tp_size)
-        self.tokenizer = tokenizer or self._tokenizer_of(actor, "tokenizer")
+        self.tokenizer = tokenizer = tokenizer or self._tokenizer_of(actor, "tokenizer")
         if isinstance(reward_model, PreTrainedModel | str) and reward_tokenizer is None:
             reward_tokenizer = self._tokenizer_of(reward_model, "reward_tokenizer")
         # Copies are made before their original gets adapters or is split.
@@ -131,7 +131,7 @@ class RLHFEngine:
         if has_critic and critic is None:
             critic = self._critic_start(actor, reward_model, reward_tokenizer)
         self.has_reference = has_reference
-        tokens = tokens_to_train(settings.lora, self.tokenizer)
+        tokens = tokens_to_train(settings.lora, tokenizer)
         self.actor = placement.policy(actor, trained=True, keeps_start=True, tokens=tokens)
         check_vocabulary(self.actor, self.tokenizer)
         base = Base.of(self.actor, actor) if settings.parallel.shared_base else None
@@ -139,7 +139,7 @@ class RLHFEngine:
         self.scorer = any_scorer(placement, reward_model, reward_tokenizer, self.renderer, base)
         self.critic = None
         if has_critic and critic is not None:
-            seed = settings.seed + 1
+            seed, tokens = settings.seed + 1, tokens_to_train(settings.lora.of("critic"), tokenizer)
             self.critic = placement.scalar(
                 critic, trained=True, seed=seed, base=base, zero_head=True, tokens=tokens
             )

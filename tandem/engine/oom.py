@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tandem.config.engine import EngineSettings
+from tandem.config.lora import TrainedRole
 from tandem.devices import resolve_dtype
 from tandem.engine.learner import Learner
 from tandem.errors import OutOfMemoryError
@@ -95,20 +97,31 @@ class MicroBatchBudget:
         """The predicted peak and the three cheapest ways out, by the plan's formula."""
         settings, device = self._settings, self._world.device
         assert isinstance(model, PreTrainedModel)
+        role: TrainedRole = "actor" if scalar_head(model) is None else "critic"
         shape = shape_of(
             model.config,
-            scalar=scalar_head(model) is not None,
+            scalar=role == "critic",
             trust_remote_code=settings.trust_remote_code,
         )
         layout = layout_of(
             settings,
             self._world.size,
-            shards_of(model).plan.stage,
+            role,
             on_cpu=device.type == "cpu",
             half=resolve_dtype(settings.dtype, device).itemsize == 2,
         )
+        layout = replace(layout, stage=shards_of(model).plan.stage)
         now = supervised_memory(shape, layout, tokens=self.tokens, answered=self.tokens)
-        ways = ways_out(shape, layout, self.tokens, ranks=self._world.size)
+        ways = ways_out(
+            shape,
+            layout,
+            self.tokens,
+            ranks=self._world.size,
+            rank_flag=settings.lora.rank_flag(role),
+            checkpointing_flag=(
+                "--recompute-roles all" if settings.checkpointed else "--gradient-checkpointing"
+            ),
+        )
         said = advice(now.peak("train"), [(way.flags, way.peak) for way in ways])
         if self._world.size == 1 and not settings.halve_micro_batches:
             said += "; --halve-micro-batches goes on with smaller ones by itself"

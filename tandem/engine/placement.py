@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tandem.config.engine import EngineSettings
-from tandem.config.schema import LoraConfig
+from tandem.config.lora import LoraConfig, TrainedRole
 from tandem.devices import resolve_dtype
 from tandem.engine.shard_plan import check_layout, shard_plan
 from tandem.errors import ModelError
@@ -76,6 +76,7 @@ class Base:
 class _Role:
     """What one model is for; see `Placement.policy` and `Placement.scalar`."""
 
+    name: TrainedRole
     plan: ShardPlan
     trained: bool
     seed: int
@@ -127,7 +128,9 @@ class Placement:
             ModelError: it cannot be used.
         """
         stage = self.settings.parallel.actor_zero_stage
-        role = self._role(stage, trained, seed, on_host, keeps_start=keeps_start, tokens=tokens)
+        role = self._role(
+            "actor", stage, trained, seed, on_host, keeps_start=keeps_start, tokens=tokens
+        )
         if not isinstance(source, str):
             return self._placed(source, role)
         start = checkpoint_ref_of(source, unmerged=self.settings.carries_adapters)
@@ -160,11 +163,13 @@ class Placement:
         """
         stage = self.settings.parallel.critic_zero_stage
         role = self._role(
-            stage, trained, seed, on_host, base=base, zero_head=zero_head, tokens=tokens
+            "critic", stage, trained, seed, on_host, base=base, zero_head=zero_head, tokens=tokens
         )
         if not isinstance(source, str):
             return self._placed(source, role)
-        start = checkpoint_ref_of(source, unmerged=self.settings.carries_adapters)
+        takes_adapters = not trained or self.settings.lora.of("critic").rank > 0
+        unmerged = self.settings.carries_adapters and takes_adapters
+        start = checkpoint_ref_of(source, unmerged=unmerged)
         if base is not None and base.source is not None and not same_base(start.base, base.source):
             raise ModelError(
                 "--shared-base must find one model under actor, critic and reward model; got "
@@ -194,11 +199,17 @@ class Placement:
         return {"dropout": self.settings.dropout, "trust_remote_code": remote}
 
     def _role(
-        self, stage: int, trained: bool, seed: int | None, on_host: bool, **more: Any
+        self,
+        name: TrainedRole,
+        stage: int,
+        trained: bool,
+        seed: int | None,
+        on_host: bool,
+        **more: Any,
     ) -> _Role:
         plan = shard_plan(stage, self.settings, self.world, trained=trained, on_host=on_host)
         seed = self.settings.seed if seed is None else seed
-        return _Role(plan, trained, seed, on_host, **more)
+        return _Role(name, plan, trained, seed, on_host, **more)
 
     def _placed(self, model: PreTrainedModel, role: _Role) -> PreTrainedModel:
         """Lay out a model that was loaded whole."""
@@ -257,6 +268,7 @@ class Placement:
                 model,
                 self.settings,
                 role.seed,
+                role=role.name,
                 keeps_start=role.keeps_start,
                 tokens=role.tokens,
             )
@@ -271,43 +283,47 @@ def prepare_for_training(
     settings: EngineSettings,
     seed: int,
     *,
+    role: TrainedRole = "actor",
     keeps_start: bool = False,
     tokens: tuple[int, ...] = (),
 ) -> None:
     """Adapters, quantized weights below them and gradient checkpointing as configured; in place.
 
     Args:
+        role: whose adapters and checkpointing.
         seed: of new adapters; those that the model came with are trained on.
         keeps_start: keep a copy of these, for `adapters_off`.
         tokens: whose rows are trained; adapters that the model came with must have the same.
     Raises:
         ModelError: its adapters are not those that are configured.
     """
-    was_adapted = is_adapted(model)
+    lora, was_adapted = settings.lora.of(role), is_adapted(model)
     if was_adapted:
-        _continue_adapters(model, settings.lora, tokens)
+        _continue_adapters(model, lora, tokens, settings.lora.rank_flag(role))
         if keeps_start:
             keep_start(model)
-    elif settings.lora.rank > 0:
-        add_lora(model, settings.lora, seed, tokens)
-    if settings.parallel.frozen_weights:
+    elif lora.rank > 0:
+        add_lora(model, lora, seed, tokens)
+    if settings.parallel.frozen_weights and lora.rank > 0:
         freeze_quantized(model, settings.parallel.frozen_weights)
         if not was_adapted:
             start_token_rows(model)  # as the quantized matrix has them, which the reference uses
-    if settings.gradient_checkpointing:
+    if role in settings.checkpointed:
         enable_gradient_checkpointing(model, settings.recompute)
 
 
-def _continue_adapters(model: PreTrainedModel, lora: LoraConfig, tokens: tuple[int, ...]) -> None:
+def _continue_adapters(
+    model: PreTrainedModel, lora: LoraConfig, tokens: tuple[int, ...], rank_flag: str
+) -> None:
     """Train the adapters that a model came with, as if they had just been added; in place."""
     layers = lora_layers(model)
     first = layers[0][1]
     if (first.rank, first.alpha) != (lora.rank, lora.alpha):
         raise ModelError(
-            "lora.rank and lora.alpha must be those of the adapters that are trained on; got rank "
-            f"{lora.rank}, alpha {lora.alpha:g} for rank {first.rank}, alpha {first.alpha:g}. Use "
-            f"--lora-rank {first.rank} --lora.alpha {first.alpha:g}, or start from a model without "
-            "adapters."
+            f"{rank_flag} and --lora.alpha must be those of the adapters that are trained on; got "
+            f"rank {lora.rank}, alpha {lora.alpha:g} for rank {first.rank}, alpha "
+            f"{first.alpha:g}. Use {rank_flag} {first.rank} --lora.alpha "
+            f"{first.alpha:g}, or start from a model without adapters."
         )
     differing = sorted(set(match_targets(model, lora.targets)) ^ {name for name, _ in layers})
     if differing:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tandem.config.engine import EngineSettings
-from tandem.config.parallel import frozen_base_problems
+from tandem.config.lora import frozen_base_problems
 from tandem.devices import resolve_dtype
 from tandem.errors import ConfigError
 from tandem.parallel.shard import ShardPlan
@@ -25,7 +25,7 @@ def check_layout(settings: EngineSettings, world: World) -> None:
         ConfigError: knobs that contradict each other, or that these ranks cannot satisfy.
     """
     parallel = settings.parallel
-    problems = list(frozen_base_problems(parallel, settings.lora.rank))
+    problems = list(frozen_base_problems(parallel, settings.lora))
     stages = (parallel.actor_zero_stage, parallel.critic_zero_stage)
     if parallel.shared_base and world.size > 1 and any(stages):
         problems.append(

@@ -21,6 +21,7 @@ from typing import Literal
 
 from tandem.config.dataset import CONTROL
 from tandem.config.engine import EngineSettings
+from tandem.config.lora import TrainedRole
 from tandem.config.parallel import OptimizerStates, Recompute
 from tandem.memory.dimensions import Shape
 
@@ -119,7 +120,7 @@ class Layout:
 def layout_of(
     settings: EngineSettings,
     ranks: int,
-    stage: int,
+    role: TrainedRole,
     *,
     on_cpu: bool,
     half: bool,
@@ -128,28 +129,29 @@ def layout_of(
     """How a trained model of a run is placed.
 
     Args:
-        stage: the ZeRO stage of its role. on_cpu: the host computes. half: in two bytes.
-        average: it has a moving average.
+        role: with its own ZeRO stage, adapters and checkpointing. on_cpu: the host computes.
+        half: in two bytes. average: it has a moving average.
     """
-    tokens = settings.lora.train_tokens if settings.lora.rank else ()
+    parallel, lora = settings.parallel, settings.lora.of(role)
+    tokens = lora.train_tokens if lora.rank else ()
     return Layout(
         ranks=ranks,
-        replicas=settings.parallel.replicas,
-        stage=stage,
+        replicas=parallel.replicas,
+        stage=parallel.actor_zero_stage if role == "actor" else parallel.critic_zero_stage,
         half=half,
-        lora_rank=settings.lora.rank,
-        frozen=settings.parallel.frozen_weights,
-        shares_base=settings.parallel.shared_base,
-        offload_optimizer="optimizer" in settings.parallel.offload,
-        offload_params="params" in settings.parallel.offload,
-        optimizer_states=settings.parallel.optimizer_states,
-        offload_gradients=settings.parallel.offload_gradients,
+        lora_rank=lora.rank,
+        frozen=parallel.frozen_weights,
+        shares_base=parallel.shared_base,
+        offload_optimizer="optimizer" in parallel.offload,
+        offload_params="params" in parallel.offload,
+        optimizer_states=parallel.optimizer_states,
+        offload_gradients=parallel.offload_gradients,
         on_cpu=on_cpu,
         moving_average=average,
-        checkpointing=settings.gradient_checkpointing,
+        checkpointing=role in settings.checkpointed,
         recompute=settings.recompute,
-        offload_share=settings.parallel.offload_share,
-        lora_drops=settings.lora.dropout > 0,
+        offload_share=parallel.offload_share,
+        lora_drops=lora.dropout > 0,
         token_rows=sum(_CONTROL_TOKENS if name == CONTROL else 1 for name in tokens),
     )
 

@@ -15,6 +15,7 @@ from tandem.memory.dimensions import Shape
 from tandem.memory.model import Layout
 from tandem.memory.steps import supervised_memory
 
+_RANK = "--lora-rank"
 NAMED = 3
 """Ways out that a message names."""
 _WORTH = 0.03
@@ -42,9 +43,22 @@ class _Change:
     tokens: int = 0
 
 
-def ways_out(shape: Shape, layout: Layout, tokens: int, *, ranks: int = 1) -> list[Way]:
+def ways_out(
+    shape: Shape,
+    layout: Layout,
+    tokens: int,
+    *,
+    ranks: int = 1,
+    rank_flag: str = _RANK,
+    checkpointing_flag: str = "--gradient-checkpointing",
+) -> list[Way]:
     """What lowers the peak of training with micro-batches of `tokens`, the cheapest first: single
-    knobs, and two together where fewer than three of these help."""
+    knobs, and two together where fewer than three of these help.
+
+    Args:
+        rank_flag: sets the rank of the model's adapters. checkpointing_flag: turns on its
+            checkpointing.
+    """
 
     def way(*changes: _Change) -> Way:
         changed = replace(layout, **{k: v for one in changes for k, v in one.changes.items()})
@@ -53,7 +67,7 @@ def ways_out(shape: Shape, layout: Layout, tokens: int, *, ranks: int = 1) -> li
         flags = " ".join(one.flags for one in changes)
         return Way(flags, plan.peak("train"), math.prod(one.cost for one in changes))
 
-    found = list(_changes(layout, tokens, ranks))
+    found = list(_changes(layout, tokens, ranks, rank_flag, checkpointing_flag))
     single = {change.flags: way(change) for change in found}
     enough = (1 - _WORTH) * way().peak
     ways = [one for one in single.values() if one.peak < enough]
@@ -73,13 +87,14 @@ def _collide(first: _Change, second: _Change) -> bool:
     return any(word.startswith("--") for word in same)
 
 
-def _changes(layout: Layout, tokens: int, ranks: int) -> Iterator[_Change]:
+def _changes(
+    layout: Layout, tokens: int, ranks: int, rank_flag: str, again: str
+) -> Iterator[_Change]:
     """Every knob that is not set yet and can lower what training one model takes."""
     if tokens > 1:
         yield _Change(f"--micro-batch-tokens {tokens // 2}", 1.02, tokens=tokens // 2)
     if layout.optimizer_states != "8bit":
         yield _Change("--parallel.optimizer-states 8bit", 1.1, {"optimizer_states": "8bit"})
-    again = "--gradient-checkpointing"
     if ranks > 1 and layout.stage < 3:
         flags = "--actor-zero-stage 3 --critic-zero-stage 3"
         yield _Change(flags, 1.2, {"stage": 3})
@@ -96,11 +111,9 @@ def _changes(layout: Layout, tokens: int, ranks: int) -> Iterator[_Change]:
             moved = {"offload_optimizer": True, "offload_params": True}
             yield _Change("--offload optimizer params", 1.8, moved)
     if not layout.lora_rank:
-        yield _Change("--lora-rank 16", 2.0, {"lora_rank": 16})
-    if not layout.frozen:
-        flags = (
-            "--frozen-weights nf4" if layout.lora_rank else "--lora-rank 16 --frozen-weights nf4"
-        )
+        yield _Change(f"{rank_flag} 16", 2.0, {"lora_rank": 16})
+    if not layout.frozen and rank_flag == _RANK:  # other ranks than the policy's exclude it
+        flags = "--frozen-weights nf4" if layout.lora_rank else f"{_RANK} 16 --frozen-weights nf4"
         changes = {"lora_rank": layout.lora_rank or 16, "frozen": "nf4"}
         yield _Change(flags, 2.5, changes)
 

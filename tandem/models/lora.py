@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tandem.config.schema import LoraConfig
+from tandem.config.lora import LoraConfig
 from tandem.errors import ModelError
 from tandem.models.frozen import LinearLayer
 from tandem.models.modes import AdapterSwitch

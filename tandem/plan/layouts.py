@@ -12,7 +12,8 @@ from itertools import product
 from typing import Any, get_args, get_type_hints
 
 from tandem.config.load import plain_values
-from tandem.config.parallel import ParallelConfig, frozen_base_problems
+from tandem.config.lora import frozen_base_problems
+from tandem.config.parallel import ParallelConfig
 from tandem.config.schema import RunConfig
 from tandem.config.stages import Stage, in_order
 from tandem.memory.ways import size_text
@@ -113,7 +114,7 @@ def layouts(
     first: list[Laid] = []
     for knobs in _candidates(config, hardware, ranks, trains_alike, few):
         changed = _changed(config, knobs)
-        if next(frozen_base_problems(changed.parallel, changed.lora.rank), None):
+        if next(frozen_base_problems(changed.parallel, changed.lora), None):
             continue  # knobs that exclude each other
         stages = predict_run(changed, models, rows, hardware, ranks)
         first.append(Laid(_changes(config, knobs), changed, stages))

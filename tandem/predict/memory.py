@@ -84,8 +84,8 @@ def stage_memory(
     )
     if stage.family == "rl":
         rl: RLConfig = getattr(config, stage.section)
-        policy = layout(parallel.actor_zero_stage, average=rl.ema)
-        value = layout(parallel.critic_zero_stage)
+        policy = layout("actor", average=rl.ema)
+        value = layout("critic")
         of_step = partial(
             ppo_memory, models.policy, models.value, policy, value, other=models.reference
         )
@@ -100,8 +100,7 @@ def stage_memory(
     else:
         scalar = stage.leaves == "reward model"
         shape = models.value if scalar else models.policy
-        zero = parallel.critic_zero_stage if "critic" in stage.trains else parallel.actor_zero_stage
-        placed = layout(zero)
+        placed = layout(stage.trains[0])
         of_tokens = partial(
             supervised_memory,
             shape,
@@ -119,7 +118,7 @@ def stage_memory(
         tried = of_tokens(tokens=largest, answered=round(largest * share), later=none_later)
         layouts = [(shape, placed)]
         if scalar and answers_are_scored(config):
-            policy = layout(parallel.actor_zero_stage)
+            policy = layout("actor")
             ending = {"normalize": _normalizing(config, models, work, device, policy, ranks)}
     rehearsal = {f"rehearse{name[5:]}": size for name, size in tried.phases.items()
                  if name.startswith("train")}  # fmt: skip

@@ -131,7 +131,7 @@ def training(
         outputs = sum(outputs for _, outputs in shape.linears)
         terms["adapters"] = pace.moving(6.0 * tokens * outputs * layout.compute_bytes)
         terms["adapter layers"] = pace.small(batches * len(shape.linears) * 10.0)
-    if layout.frozen:
+    if layout.frozen and layout.lora_rank:
         terms[layout.frozen] = pace.moving(2.0 * batches * FLOAT * shape.linear_weights)
     if layout.offload_optimizer and not layout.on_cpu:
         there = layout.offload_share * own

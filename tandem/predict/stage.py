@@ -140,8 +140,8 @@ def predict_stage(
     device = Device(on_cpu=hardware.on_cpu, half=half, packs=hardware.packs, memory=hardware.memory)
     memory = stage_memory(config, stage, models, work, device, ranks)
     layout = partial(layout_of, engine_settings(config), ranks, on_cpu=hardware.on_cpu, half=half)
-    policy = layout(config.parallel.actor_zero_stage)
-    value = layout(config.parallel.critic_zero_stage)
+    policy = layout("actor")
+    value = layout("critic")
     pace = Pace(machine=hardware, dtype=dtype, threads=hardware.cores)
     packs = decodes_packed(config, models, device)
     keeps = kept_states(config, stage, models, work, device, policy, ranks) > 0

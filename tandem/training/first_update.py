@@ -79,7 +79,7 @@ class FirstUpdate:
             or engine.device.type != "cpu"
             or not engine.trusts_sampler
             or not engine.agreement.bitwise
-            or config.gradient_checkpointing
+            or "actor" in engine.settings.checkpointed
         ):
             return None
         if has_dropout(engine.actor):

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandem.config.engine import engine_settings
 from tandem.config.load import check_values
+from tandem.config.lora import TrainedRole
 from tandem.config.schema import RunConfig, rl_section
 from tandem.engine.hybrid import RLHFEngine
 from tandem.models.lora import require_targets
@@ -51,7 +52,11 @@ def make_engine(
         has_reference=rl.has_reference if has_reference is None else has_reference,
         world=world,
     )
-    if config.lora.rank:
-        adapted = [model for model in (engine.actor, engine.critic) if model is not None]
+    models: dict[TrainedRole, PreTrainedModel | None] = {
+        "actor": engine.actor,
+        "critic": engine.critic,
+    }
+    adapted = [m for role, m in models.items() if m is not None and config.lora.of(role).rank]
+    if adapted:
         require_targets(adapted, config.lora.targets)
     return engine

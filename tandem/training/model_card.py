@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.checkpoint.folder import CARD, write_folder
 from tandem.config.load import config_knobs, knob_value
+from tandem.config.lora import TrainedRole
 from tandem.config.schema import RunConfig
 from tandem.config.stages import Stage, stage_of
 from tandem.config.updates import minibatch_size
@@ -226,10 +227,15 @@ def _data(run: Run) -> str:
     return "\n".join([head, *rows])
 
 
+def _rate(config: RunConfig, role: TrainedRole) -> str:
+    """Which of its learning rates a role trains at."""
+    return "lora_learning_rate" if config.lora.of(role).rank else "learning_rate"
+
+
 def _knobs(config: RunConfig, stage: Stage, facts: Mapping[str, float]) -> str:
     default, used = RunConfig(), _used(config, stage, facts)
-    rate = "lora_learning_rate" if config.lora.rank else "learning_rate"
-    knobs = (*_ALWAYS, rate, f"actor.{rate}", f"critic.{rate}")
+    rates = {role: _rate(config, role) for role in stage.trains}
+    knobs = (*_ALWAYS, rates[stage.trains[0]], *(f"{role}.{rates[role]}" for role in rates))
     always = {"seed", *(f"{stage.section}.{knob}" for knob in knobs)}
     rows = []
     for name, _ in config_knobs():

@@ -76,14 +76,15 @@ def check_targets(
         ModelError: a target matches in none of them, or one has no layer that matches.
     """
     lora, remote = run.config.lora, run.config.trust_remote_code
-    if not lora.rank or ALL_LINEAR in lora.targets:
+    if ALL_LINEAR in lora.targets:
         return
-    roles = dict.fromkeys(_adapted(run, stages, rows, policy, reward))
+    trained = dict.fromkeys(_trained(run, stages, rows, policy, reward))
+    roles = [role for role in trained if lora.of("critic" if role.scalar else "actor").rank]
     models = [outline(r.source, scalar=r.scalar, trust_remote_code=remote) for r in roles]
     require_targets(models, lora.targets)
 
 
-def _adapted(
+def _trained(
     run: Run, stages: Sequence[str], rows: StepRows, policy: str, reward: str
 ) -> Iterator[_Role]:
     trains_reward = leaving(stages, "reward model")

@@ -223,17 +223,18 @@ def rates_for_large_models(config: RunConfig, policy: str, reward: str) -> list[
         policy, reward: the models to load.
     """
     default = RunConfig()
-    if config.lora.rank:
-        return _rates_of_adapters(config, default)
+    notes = _rates_of_adapters(config, default)
     flags: dict[str, list[str]] = {}
     for stage in in_order(config.stages):
+        if config.lora.of(stage.trains[0]).rank:
+            continue
         name = stage.section if stage.family != "rl" else f"{stage.section}.actor"
         rates = [attrgetter(name)(of).learning_rate for of in (config, default)]
         if stage.taught and rates[0] == rates[1]:
             model = policy if stage.leaves == "policy" else reward
             flags.setdefault(model, []).append(f"--{name}.learning-rate {stage.taught:g}")
     weights = {model: _weights(model, config) for model in flags}
-    return [
+    return notes + [
         f"note: the default learning rates suit models of billions of weights; {model} has "
         f"{weights[model] / 1e6:,.3g} million. {' '.join(given)} taught one of 135 million"
         for model, given in flags.items()
@@ -244,8 +245,10 @@ def rates_for_large_models(config: RunConfig, policy: str, reward: str) -> list[
 def _rates_of_adapters(config: RunConfig, default: RunConfig) -> list[str]:
     notes = []
     for stage in in_order(config.stages):
-        parts = [f"{stage.section}.{role}" for role in stage.trains]
-        for name in parts if stage.family == "rl" else [stage.section]:
+        for role in stage.trains:
+            if not config.lora.of(role).rank:
+                continue
+            name = f"{stage.section}.{role}" if stage.family == "rl" else stage.section
             ours, theirs = attrgetter(name)(config), attrgetter(name)(default)
             if ours.learning_rate != theirs.learning_rate and (
                 ours.lora_learning_rate == theirs.lora_learning_rate

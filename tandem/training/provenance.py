@@ -56,6 +56,7 @@ _BUILT_ON = (
     *("seed", "dataset.heldout", "the rows of eval_data", *_TEMPLATE),
     *("parallel.frozen_weights", "parallel.shared_base"),
 )
+_CRITIC_RANK = "lora.critic_rank"
 _ENVIRONMENT, _TOOLS = "the environment", "the tools"
 # These change metrics on the way, never the trained model.
 _HARMLESS = ("max_skipped", "workers", "self_test")
@@ -132,6 +133,7 @@ class Identity:
             if {name, name.split(".")[0]} & depends_on
             and name.split(".")[-1] not in harmless
             and (knob_value(self.config, name) or not name.startswith("parallel."))
+            and not (name == _CRITIC_RANK and "critic" not in stage.trains)
         )
         # Every stage takes the policy's tokenizer from the given model, but its weights only if no
         # earlier stage has trained them.

@@ -52,7 +52,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     if scales and config.reward.grade_margin:
         run.print_line("reward: grade_margin is not read, since no graded answers are compared")
     source = config.reward_model or run.policy_source("reward")
-    tokens = tokens_to_train(config.lora, rows.reward_tokenizer)
+    tokens = tokens_to_train(config.lora.of("critic"), rows.reward_tokenizer)
     model = run.placement.scalar(source, trained=True, tokens=tokens)
     check_vocabulary(model, rows.reward_tokenizer)
     set_normalization(model, 0.0, 1.0)  # an earlier reward model's are not this one's

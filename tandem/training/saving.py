@@ -50,7 +50,8 @@ def rounded_away(run: Path, stage: str, config: RunConfig) -> str:
     do for a checkpoint of a smaller type; "" where they do not, and of adapters, whose own numbers
     are what was trained."""
     file = run / stage_of(stage).model_folder / "config.json"
-    if config.save_dtype != "auto" or config.lora.rank > 0 or not file.is_file():
+    adapts = config.lora.of(stage_of(stage).trains[0]).rank > 0
+    if config.save_dtype != "auto" or adapts or not file.is_file():
         return ""
     short = {"bfloat16": "bf16", "float16": "fp16"}.get(str(read_object(file).get("dtype")))
     if short is None:

@@ -426,6 +426,15 @@ def test_types_are_checked_in_python_too() -> None:
          "--offload reward has no effect, as grpo has no reward model"),
         ("grpo", "--offload reference reward --reward-model y",
          "--offload reference has no effect, as grpo has no reference"),
+        ("sft", "--lora.critic-rank 2 --gradient-checkpointing --recompute-roles actor",
+         ("--lora.critic-rank and --recompute-roles have no effect, as sft does not train a critic "
+          "or a reward model")),
+        ("sft", "--gradient-checkpointing --recompute-roles critic",
+         ("--gradient-checkpointing has no effect, as sft does not train a critic or a reward "
+          "model")),
+        ("reward", "--lora.critic-rank 4 --gradient-checkpointing --recompute-roles critic",
+         "--recompute-roles has no effect, as reward does not train a policy"),
+        ("train", "--lora.critic-rank 4 --gradient-checkpointing --recompute-roles critic", ""),
         ("grpo", "--critic-zero-stage 3 --reward-function a.py:f",
          "--critic-zero-stage has no effect, as grpo has no critic and no reward model"),
         ("grpo", "--critic-zero-stage 3 --offload reward --reward-function f:f --output-dir {run}",

@@ -360,7 +360,7 @@ def test_the_tables_name_knobs_that_there_are_and_hide_none() -> None:
     [
         ("--offload_reference_model", "Use --offload: write reference"),
         ("--unsup_coef 27.8", "Use --ptx-coef: it weights a mean per token"),
-        ("--actor_lora_dim 8", "Use --lora-rank: one rank for all trained models"),
+        ("--actor_lora_dim 8", "Use --lora-rank: of reward model and critic too"),
         ("--per_device_generation_batch_size 4", "Use --ppo.prompts-per-step: prompts of a whole"),
         ("--per_device_training_batch_size 4", "Use --ppo.minibatch-size: answers per optimizer"),
         ("--num_padding_at_beginning 1", "Masks say what is padding, for OPT too; remove it"),

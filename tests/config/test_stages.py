@@ -23,6 +23,7 @@ OTHERWISE = {
     "config/schema.py": ({"reward"}, "where the KL goes: ppo.kl_in"),
     "config/grpo.py": ({"grpo"}, "an algorithm: grpo.algorithm"),
     "config/parallel.py": ({"reward"}, "a role: parallel.offload"),
+    "config/lora.py": ({"reward"}, "a role: parallel.offload"),
     "config/idle_flags.py": ({"reward"}, "a role: parallel.offload"),
     "engine/scoring.py": ({"reward"}, "a role"),
     "predict/memory.py": ({"reward"}, "a role"),

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.config.engine import engine_settings
-from tandem.config.schema import LoraConfig, ParallelConfig, RunConfig, SamplingConfig
+from tandem.config.lora import LoraConfig
+from tandem.config.schema import ParallelConfig, RunConfig, SamplingConfig
 from tandem.engine.forward import rank_micro_batches_of, token_values
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.placement import Placement

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tandem.config.engine import engine_settings
-from tandem.config.schema import LoraConfig, ParallelConfig, RunConfig
+from tandem.config.lora import LoraConfig
+from tandem.config.schema import ParallelConfig, RunConfig
 from tandem.engine.placement import Placement
 from tandem.engine.shard_plan import check_layout
 from tandem.errors import ConfigError, ModelError

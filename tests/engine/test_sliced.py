@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tandem.config.engine import engine_settings
-from tandem.config.schema import LoraConfig, ParallelConfig, RunConfig, SamplingConfig
+from tandem.config.lora import LoraConfig
+from tandem.config.schema import ParallelConfig, RunConfig, SamplingConfig
 from tandem.engine.forward import generation_weights, response_logprobs, scored
 from tandem.engine.placement import prepare_for_training, shard_model
 from tandem.engine.rollouts import shared_rollout

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from bench.traffic import Total, Traffic, counting_traffic
 from tandem.config.engine import engine_settings
-from tandem.config.schema import LoraConfig, OptimizerConfig, ParallelConfig, RunConfig
+from tandem.config.lora import LoraConfig
+from tandem.config.schema import OptimizerConfig, ParallelConfig, RunConfig
 from tandem.engine.ema import MovingAverage
 from tandem.engine.forward import rank_micro_batches_of, response_logprobs, whole_weights
 from tandem.engine.learner import Learner, step_learners

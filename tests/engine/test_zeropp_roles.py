@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from bench.traffic import counting_traffic
-from tandem.config.schema import LoraConfig, ParallelConfig, RunConfig, SamplingConfig
+from tandem.config.lora import LoraConfig
+from tandem.config.schema import ParallelConfig, RunConfig, SamplingConfig
 from tandem.engine.forward import scored, whole_weights
 from tandem.engine.hybrid import RLHFEngine
 from tandem.models.twin import shares_every_tensor

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandem.config.schema import LoraConfig, SamplingConfig
+from tandem.config.lora import LoraConfig
+from tandem.config.schema import SamplingConfig
 from tandem.generation import gpu_runner, session
 from tandem.generation.batch_state import Part, Rows
 from tandem.generation.generator import generate

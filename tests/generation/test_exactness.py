@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from tandem.config.schema import LoraConfig, SamplingConfig
+from tandem.config.lora import LoraConfig
+from tandem.config.schema import SamplingConfig
 from tandem.engine.forward import response_logprobs
 from tandem.generation import runners as choice
 from tandem.generation.generator import generate

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandem.config.schema import LoraConfig, SamplingConfig
+from tandem.config.lora import LoraConfig
+from tandem.config.schema import SamplingConfig
 from tandem.engine.forward import response_logprobs
 from tandem.errors import ModelError
 from tandem.generation.generator import generate

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandem.config.schema import LoraConfig
+from tandem.config.lora import LoraConfig
 from tandem.models.load import load_causal_lm
 from tandem.models.lora import add_lora, lora_parameters
 from tandem.models.save import save_model

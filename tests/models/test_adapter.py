@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from tandem.config.schema import LoraConfig
+from tandem.config.lora import LoraConfig
 from tandem.errors import ModelError
 from tandem.models.adapter import load_adapter, save_adapter
 from tandem.models.lora import add_lora, lora_layers, lora_parameters

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.schema import LoraConfig
+from tandem.config.lora import LoraConfig
 from tandem.errors import ModelError
 from tandem.models.checkpoint_ref import CheckpointRef, checkpoint_ref_of, same_base
 from tandem.models.load import load_causal_lm

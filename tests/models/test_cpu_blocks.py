@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from transformers import PreTrainedModel
 
+from tandem.config.lora import LoraConfig
 from tandem.config.parallel import Recompute
-from tandem.config.schema import LoraConfig
 from tandem.models.frozen import freeze_quantized
 from tandem.models.lora import adapters_off, add_lora, keep_start, lora_layers
 from tandem.models.recompute import enable_gradient_checkpointing

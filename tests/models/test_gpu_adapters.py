@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.config.schema import LoraConfig
+from tandem.config.lora import LoraConfig
 from tandem.models.frozen import freeze_quantized
 from tandem.models.gpu_blocks import join_projections
 from tandem.models.lora import add_lora

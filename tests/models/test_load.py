@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from tandem.config.schema import LoraConfig
+from tandem.config.lora import LoraConfig
 from tandem.errors import ModelError
 from tandem.models.build import attention_for, set_dropout
 from tandem.models.load import check_vocabulary, load_causal_lm, load_tokenizer, new_causal_lm

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tandem.config.schema import LoraConfig
+from tandem.config.lora import LoraConfig
 from tandem.errors import ModelError
 from tandem.models.lora import (
     LoraConv1D,

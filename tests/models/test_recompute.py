@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
+from tandem.config.lora import LoraConfig
 from tandem.config.parallel import Recompute
-from tandem.config.schema import LoraConfig
 from tandem.errors import ModelError
 from tandem.models.load import new_causal_lm
 from tandem.models.lora import add_lora, lora_parameters

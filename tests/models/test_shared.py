@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
-from tandem.config.schema import LoraConfig, SamplingConfig
+from tandem.config.lora import LoraConfig
+from tandem.config.schema import SamplingConfig
 from tandem.engine.forward import response_logprobs, sequence_scores, token_values
 from tandem.errors import ModelError
 from tandem.generation.generator import generate

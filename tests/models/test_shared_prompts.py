@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandem.config.schema import LoraConfig
+from tandem.config.lora import LoraConfig
 from tandem.engine.forward import response_logprobs, sequence_scores, token_values
 from tandem.models import packed
 from tandem.models.beginnings import prompt_groups

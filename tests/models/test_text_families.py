@@ -18,7 +18,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tandem.config.schema import LoraConfig, RunConfig
+from tandem.config.lora import LoraConfig
+from tandem.config.schema import RunConfig
 from tandem.errors import ModelError
 from tandem.memory.shape import shape_of
 from tandem.models.load import load_causal_lm, load_tokenizer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tandem.config.schema import LoraConfig
+from tandem.config.lora import LoraConfig
 from tandem.engine.forward import response_logprobs
 from tandem.errors import ModelError
 from tandem.models import twin as twins

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
-from tandem.config.schema import LoraConfig
+from tandem.config.lora import LoraConfig
 from tandem.models.load import new_causal_lm
 from tandem.models.lora import add_lora, lora_parameters
 from tandem.models.save import save_model, saved_bytes

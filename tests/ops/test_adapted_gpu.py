@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tandem.config.schema import LoraConfig
+from tandem.config.lora import LoraConfig
 from tandem.generation.runner import TwinRunner
 from tandem.models.frozen import FrozenLinear
 from tandem.models.lora import LoraLinear, adapters_off, add_lora, keep_start, lora_parameters

@@ -13,7 +13,8 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from tandem.config.engine import engine_settings
 from tandem.config.load import build_config
-from tandem.config.schema import LoraConfig, RunConfig
+from tandem.config.lora import LoraConfig
+from tandem.config.schema import RunConfig
 from tandem.engine.checks import check_policy
 from tandem.engine.forward import response_logprobs
 from tandem.engine.placement import prepare_for_training, shard_model
@@ -101,7 +102,7 @@ def test_rows_of_tokens_are_counted_beside_adapters(family: str, scalar: bool) -
 def test_tokens_are_counted_by_name() -> None:
     def counted(**lora: Any) -> int:
         settings = engine_settings(RunConfig(lora=LoraConfig(**lora)))
-        return layout_of(settings, 1, 0, on_cpu=True, half=False).token_rows
+        return layout_of(settings, 1, "actor", on_cpu=True, half=False).token_rows
 
     assert counted(rank=4, train_tokens=("<a>", "<b>")) == 2
     assert counted(rank=4, train_tokens=("control", "<b>")) == 9

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from tandem.config.schema import LoraConfig
+from tandem.config.lora import LoraConfig
 from tandem.memory.model import Layout
 from tandem.memory.shape import shape_of
 from tandem.memory.work import logits_bytes

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from tandem.config.schema import LoraConfig
+from tandem.config.lora import LoraConfig
 from tandem.devices import DTYPES
 from tandem.engine.forward import response_logprobs
 from tandem.errors import ConfigError, ModelError

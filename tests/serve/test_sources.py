@@ -109,7 +109,7 @@ def test_an_answer_comes_without_the_numbers_of_judges_that_cannot_be_loaded(
 
 
 def test_an_adapter_alone_is_served_and_its_base_may_have_moved(run: Path) -> None:
-    from tandem.config.schema import LoraConfig
+    from tandem.config.lora import LoraConfig
     from tandem.models.lora import add_lora
 
     offer = offer_of(str(run))

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from tandem.config.schema import LoraConfig, RunConfig
+from tandem.config.lora import LoraConfig
+from tandem.config.schema import RunConfig
 from tandem.training.run_stages import train
 from tests.tiny import save_tiny_model, tiny_config, write_preferences
 

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tandem import build_config, train
 from tandem.checkpoint.folder import read_manifest
-from tandem.config.schema import LoraConfig, RunConfig
+from tandem.config.lora import LoraConfig
+from tandem.config.schema import RunConfig
 from tandem.config.stages import stage_of
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.training.model_card import _used

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from transformers import MambaConfig, PreTrainedModel
 
 from tandem.config.engine import engine_settings
-from tandem.config.schema import LoraConfig, OptimizerConfig, RunConfig
+from tandem.config.lora import LoraConfig
+from tandem.config.schema import OptimizerConfig, RunConfig
 from tandem.engine import learner
 from tandem.engine.learner import Learner
 from tandem.engine.oom import MicroBatchBudget, is_out_of_memory

@@ -13,7 +13,8 @@ from transformers import LlamaConfig, MptConfig
 
 from tandem.config.flags import parse_run_flags
 from tandem.config.load import build_config, check_config
-from tandem.config.schema import LoraConfig, ParallelConfig, RunConfig
+from tandem.config.lora import LoraConfig
+from tandem.config.schema import ParallelConfig, RunConfig
 from tandem.errors import ConfigError, ModelError
 from tandem.parallel import watchdog
 from tandem.parallel.world import World

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.config.schema import LoraConfig, ParallelConfig, RunConfig
+from tandem.config.lora import LoraConfig
+from tandem.config.schema import ParallelConfig, RunConfig
 from tandem.data.render import Renderer
 from tandem.data.trained_tokens import token_ids_of, tokens_to_train
 from tandem.errors import ConfigError, ModelError
