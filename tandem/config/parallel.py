@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,3 +76,14 @@ class ParallelConfig:
     """Ranks that share a fast network; 0: as the launcher says."""
     timeout_minutes: float = knob(30.0, gt=0)
     """How long a collective waits for a rank before the run stops and names it."""
+
+
+def offload_problems(parallel: ParallelConfig) -> Iterator[str]:
+    """Rules for what is kept in host memory."""
+    offload = parallel.offload
+    if parallel.offload_share < 1 and ("optimizer" not in offload or "params" in offload):
+        yield (
+            "parallel.offload_share must be 1 unless parallel.offload has optimizer, and not "
+            f"params, whose optimizer is where they are; got {parallel.offload_share:g} "
+            f"with offload {' '.join(offload) or 'empty'}. Add --offload optimizer, or remove it"
+        )

@@ -18,7 +18,7 @@ from tandem.config.schema import RunConfig
 ENVIRONMENT_FILE = "environment.json"
 """Of a run's folder."""
 _FOLDER = "folder"
-_MODELS = ("actor_model", "reward_model", "reference_model")
+_MODELS = ("actor_model", "reward_model", "reference_model", "critic_model")
 
 
 def places(config: RunConfig) -> dict[str, str]:

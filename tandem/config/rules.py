@@ -11,6 +11,7 @@ from tandem.config.conversations import conversation_problems
 from tandem.config.dataset import DataConfig
 from tandem.config.lora import adapter_problems, frozen_base_problems
 from tandem.config.optimizer import OptimizerConfig, SupervisedConfig
+from tandem.config.parallel import offload_problems
 from tandem.config.preferences import preference_problems
 from tandem.config.schema import (
     GRPOConfig,
@@ -55,6 +56,11 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
         yield (
             "reference_model must be empty where no stage compares the policy with a reference; "
             f"got {config.reference_model}. Remove it"
+        )
+    if config.critic_model and not any(stage.has_critic for stage in named):
+        yield (
+            "critic_model must be empty where no stage trains a critic beside the policy; got "
+            f"{config.critic_model}. Remove it"
         )
     yield from _data_problems(config)
     if not all(0 <= beta < 1 for o in _optimizers(config) for beta in o.betas):
@@ -271,13 +277,7 @@ def _order_problems(names: Sequence[str]) -> Iterator[str]:
 
 
 def _parallel_problems(config: RunConfig) -> Iterator[str]:
-    offload = config.parallel.offload
-    if config.parallel.offload_share < 1 and ("optimizer" not in offload or "params" in offload):
-        yield (
-            "parallel.offload_share must be 1 unless parallel.offload has optimizer, and not "
-            f"params, whose optimizer is where they are; got {config.parallel.offload_share:g} "
-            f"with offload {' '.join(offload) or 'empty'}. Add --offload optimizer, or remove it"
-        )
+    yield from offload_problems(config.parallel)
     if config.recompute != "layers" and not config.gradient_checkpointing:
         yield (
             "recompute must be layers without gradient_checkpointing, which it divides; got "

@@ -286,6 +286,10 @@ class RunConfig:
     reference_model: str = knob("", path=True)
     """Folder or hub name of the policy that the KL and the losses on preferences compare with, of
     the same tokenizer. Empty: the policy as the stage begins."""
+    critic_model: str = knob("", path=True)
+    """Folder or hub name of the model that PPO's critic starts from, of the policy's tokenizer and
+    any size; a language model gets a new head of zeros. Empty: the reward model if it has that
+    tokenizer, else the policy."""
     data: tuple[str, ...] = knob((), common=True, path=True)
     """Data sets as FILE_OR_NAME[@CONFIGURATION/SPLIT][:weight]; weight 2 uses each row twice per
     epoch, 0.5 every other row. `embedded` is the built-in one."""

@@ -112,6 +112,11 @@ class Stage:
         """What a knob's `common` may say to be on its help page."""
         return frozenset({self.family, *self.trains})
 
+    @property
+    def has_critic(self) -> bool:
+        """Whether it trains a critic beside the policy."""
+        return self.trains == ("actor", "critic")
+
     def reads(self, knob: str) -> bool:
         """Whether a knob, by its dotted name, is in its section (but not in `unread`), in none, or
         one of `knobs`."""
@@ -169,7 +174,7 @@ STAGES: tuple[Stage, ...] = (
         prepare="tandem.training.ppo:prepare",
         family="rl",
         share="prompts",
-        knobs=("reference_model", "sampling", "scoring", "hybrid_engine"),
+        knobs=("reference_model", "critic_model", "sampling", "scoring", "hybrid_engine"),
         data=("data", "ptx_data"),
         after=("sft", "reward"),
         policies=(Policy("ppo", "actor"), Policy("ema", "ema")),

@@ -143,6 +143,7 @@ class RLHFEngine:
             self.critic = placement.scalar(
                 critic, trained=True, seed=seed, base=base, zero_head=True, tokens=tokens
             )
+            check_vocabulary(self.critic, tokenizer)
         self.reference = place_reference(placement, reference, tokens_of_reference)
         self.agreement = check_policy(self.actor, self.tensor_group)
         if has_reference and tokens_of_reference is None:
@@ -150,8 +151,7 @@ class RLHFEngine:
         self.scaler = LossScaler() if self.dtype == torch.float16 else None
         self.actor_learner = self._learner("actor", self.actor)
         self.critic_learner = self._learner("critic", self.critic) if self.critic else None
-        masters = self.actor_learner.masters
-        self.ema = moving_average(self.actor, settings.ema_decay, masters)
+        self.ema = moving_average(self.actor, settings.ema_decay, self.actor_learner.masters)
 
     @property
     def stops(self) -> Stops:

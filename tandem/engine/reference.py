@@ -34,21 +34,26 @@ def place_reference(
 
 
 def require_same_tokens(
-    reference: str, own: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
+    model: str,
+    own: PreTrainedTokenizerBase,
+    *,
+    role: str = "reference model",
+    trust_remote_code: bool = False,
 ) -> None:
-    """Refuse a reference whose tokenizer has not all the policy's tokens, or other ids for them.
+    """Refuse a model whose tokenizer has not all the policy's tokens, or other ids for them.
 
+    Args:
+        role: of the model, for the message.
     Raises:
         ModelError: it has not.
     """
-    known = load_tokenizer(reference, trust_remote_code=trust_remote_code).get_vocab()
+    known = load_tokenizer(model, trust_remote_code=trust_remote_code).get_vocab()
     others = {token: id for token, id in own.get_vocab().items() if known.get(token) != id}
     if others:
         token = min(others, key=lambda token: others[token])
         there = known.get(token)
         raise ModelError(
-            f"reference model {reference!r} must have the policy's tokens, whose log-probs it "
-            f"gives; got others for {len(others)} of {len(own.get_vocab())}, the first {token!r}, "
-            f"{others[token]} here and {'absent' if there is None else there} there. Use a model "
-            "of the same tokenizer."
+            f"{role} {model!r} must have the policy's tokens, which it reads; got others for "
+            f"{len(others)} of {len(own.get_vocab())}, the first {token!r}, {others[token]} here "
+            f"and {'absent' if there is None else there} there. Use a model of the same tokenizer."
         )

@@ -100,6 +100,7 @@ def ppo_memory(
     work: PPOWork,
     *,
     other: Shape | None = None,
+    judge: Shape | None = None,
 ) -> MemoryPlan:
     """An RL stage: the actor, and the critic, reference and reward model that it has.
 
@@ -109,16 +110,16 @@ def ppo_memory(
     Args:
         policy, value: of actor and critic, and of their frozen copies.
         other: the shape of a reference that is another model.
+        judge: the reward model's; None: the critic's.
     """
-    layouts = _rl_layouts(actor, critic, policy, value, work, other)
+    layouts = _rl_layouts(actor, critic, policy, value, work, other, judge or critic)
     roles = {name: role_memory(*laid) for name, laid in layouts.items()}
     # The sampler's own log-probs serve as the actor's, which runs only as the reference.
     compared = "reference" if "reference" in layouts else "actor"
     asked = [compared] * work.has_reference
-    # The critic needs at least as much memory as the reward model, and runs as often.
-    asked += ["critic" if work.has_critic else "reward model"] * (
-        work.has_critic or work.num_reward_models > 0
-    )
+    # Of one shape, the critic needs at least as much memory as the reward model.
+    values = [name for name in ("critic", "reward model") if name in layouts]
+    asked += [max(values, key=lambda name: layouts[name][0].parameters)] if values else []
     scoring = [layouts[name] for name in asked]
     tokens, answered = work.tokens, work.answered
     generating = generation_bytes(
@@ -159,14 +160,20 @@ def ppo_memory(
 
 
 def _rl_layouts(
-    actor: Shape, critic: Shape, policy: Layout, value: Layout, work: PPOWork, other: Shape | None
+    actor: Shape,
+    critic: Shape,
+    policy: Layout,
+    value: Layout,
+    work: PPOWork,
+    other: Shape | None,
+    judge: Shape,
 ) -> dict[str, tuple[Shape, Layout]]:
     """The roles that are models of their own."""
     layouts = {
         "actor": (actor, replace(policy, shares_base=False)),
         "critic": (critic, value),
         "reference": (other or actor, _frozen(policy, "reference" in work.hosted)),
-        "reward model": (critic, _frozen(value, "reward" in work.hosted)),
+        "reward model": (judge, _frozen(value, "reward" in work.hosted)),
     }
     if not work.has_reference or (policy.lora_rank and other is None):
         del layouts["reference"]

@@ -11,7 +11,7 @@ from tandem.config.stages import stage_of
 from tandem.predict.constants import constants
 from tandem.predict.hardware import Hardware
 from tandem.predict.memory import Models
-from tandem.predict.models import config_of
+from tandem.predict.models import config_of, configs_beside
 from tandem.predict.record import WHOLE, Outcome, add_outcomes, read_outcomes
 from tandem.predict.rows import Rows
 from tandem.predict.stage import StagePrediction, predict_stage
@@ -37,8 +37,7 @@ def _prediction(folder: Path, whole: Outcome, hardware: Hardware) -> StagePredic
     config = with_found_models(load_config(folder / "config.yaml"), folder)
     policy = config_of(config.actor_model or config.reward_model)
     value = config_of(config.reward_model) if config.reward_model else policy
-    reference = config_of(config.reference_model) if config.reference_model else None
-    models = Models.of(policy, value, reference)
+    models = Models.of(policy, value, **configs_beside(config))
     rows = Rows(**whole.rows)
     return predict_stage(config, stage_of(whole.stage), models, rows, hardware, whole.ranks)
 

@@ -24,7 +24,7 @@ from tandem.plan.show import plan_notes, plan_values, show_plan
 from tandem.predict.hardware import Hardware, find_hardware, hardware_names
 from tandem.predict.machine import this_machine
 from tandem.predict.memory import Models
-from tandem.predict.models import config_of, config_of_shape, ladder
+from tandem.predict.models import config_of, config_of_shape, configs_beside, ladder
 from tandem.predict.room import room_for
 from tandem.predict.rows import Rows
 
@@ -135,9 +135,8 @@ def require_model(config: RunConfig) -> None:
 
 
 def models_of(config: RunConfig, policy: Mapping[str, Any], value: Mapping[str, Any]) -> ModelsOf:
-    """The models of each stage; critic and reward model have the reward model's shape."""
-    reference = config_of(config.reference_model) if config.reference_model else None
-    found = Models.of(policy, value, reference)
+    """The models of each stage; the critic has the reward model's shape unless it is named."""
+    found = Models.of(policy, value, **configs_beside(config))
     return {stage.name: found for stage in in_order(config.stages)}
 
 

@@ -154,7 +154,8 @@ def plan_notes(laid: Laid, rows: Sequence[str], models: Iterable[Models] = ()) -
     if rl_section(laid.config).converses:
         lengths = "conversations as long as they may be"
     notes.append(f"times: {known.fitted_on}; {lengths}")
-    others = sorted({kind for each in models for kind in each.policy.others + each.value.others})
+    shapes = [shape for each in models for shape in (each.policy, each.value, each.critic)]
+    others = sorted({kind for shape in shapes for kind in shape.others})
     if others:
         notes.append(
             f"memory and times: layers of {', '.join(others)} are counted as attention, and may "

@@ -39,10 +39,10 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The models of a stage: the policy's shape and the reward model's (of the critic too); the
-    policy's model type; the shape of a reference that is another model (None: the policy as it
-    begins); the policy's positions, if they are limited; the bytes of a parameter in the files that
-    they come from."""
+    """The models of a stage: the policy's shape and the reward model's; the policy's model type;
+    the shape of a reference that is another model (None: the policy as it begins); the policy's
+    positions, if they are limited; the bytes of a parameter in the files that they come from; the
+    shape of a critic that starts from another model (None: the reward model's)."""
 
     policy: Shape
     value: Shape
@@ -50,9 +50,20 @@ class Models:
     reference: Shape | None = None
     positions: int | None = None
     saved_width: int = 2
+    other_critic: Shape | None = None
+
+    @property
+    def critic(self) -> Shape:
+        """The critic's shape."""
+        return self.other_critic or self.value
 
     @staticmethod
-    def of(policy: Config, value: Config, reference: Config | None = None) -> Models:
+    def of(
+        policy: Config,
+        value: Config,
+        reference: Config | None = None,
+        critic: Config | None = None,
+    ) -> Models:
         """By their configs, as `config.json` has them; `value` is the reward model's.
 
         Raises:
@@ -65,6 +76,7 @@ class Models:
             None if reference is None else shape_for(reference),
             policy.get("max_position_embeddings") or policy.get("n_positions"),
             min(_width(policy), _width(value)),
+            None if critic is None else shape_for(critic, scalar=True),
         )
 
 
@@ -87,8 +99,9 @@ def stage_memory(
         policy = layout("actor", average=rl.ema)
         value = layout("critic")
         of_step = partial(
-            ppo_memory, models.policy, models.value, policy, value, other=models.reference
-        )
+            ppo_memory, models.policy, models.critic, policy, value,
+            other=models.reference, judge=models.value,
+        )  # fmt: skip
         step = _ppo_work(config, stage, models, work, device)
         states = kept_states(config, stage, models, work, device, policy, ranks)
         step = replace(step, states=states)
@@ -96,7 +109,7 @@ def stage_memory(
         answered = _answered(work, work.rehearsed)
         rehearsed = replace(step, tokens=work.rehearsed, answered=answered, states=0)
         tried = of_step(rehearsed)
-        layouts = [(models.policy, policy)] + [(models.value, value)] * step.has_critic
+        layouts = [(models.policy, policy)] + [(models.critic, value)] * step.has_critic
     else:
         scalar = stage.leaves == "reward model"
         shape = models.value if scalar else models.policy

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tandem.config.schema import RunConfig
 from tandem.errors import ConfigError, ModelError
 from tandem.memory.dimensions import Shape, scaled, shape_from
 from tandem.text import one_line
@@ -129,6 +130,17 @@ def shape_for(config: Mapping[str, Any], *, scalar: bool = False) -> Shape:
 
 _MOST, _MOST_LAYERS = 2**24, 10_000
 """Beyond every model; the time of a plan grows with its layers."""
+
+
+def configs_beside(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """The content of config.json of the reference and of the critic's start, where a run names
+    them.
+
+    Raises:
+        ModelError: as `config_of`.
+    """
+    named = {"reference": config.reference_model, "critic": config.critic_model}
+    return {role: config_of(model) for role, model in named.items() if model}
 
 
 def config_of_shape(text: str) -> dict[str, Any]:

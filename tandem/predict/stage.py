@@ -168,7 +168,7 @@ def _trained(
 ) -> list[tuple[Shape, Layout]]:
     """The models that the stage trains."""
     if stage.family == "rl":
-        return [(models.policy, policy)] + [(models.value, value)] * ("critic" in stage.trains)
+        return [(models.policy, policy)] + [(models.critic, value)] * ("critic" in stage.trains)
     scalar = stage.leaves == "reward model"
     return [(models.value, value) if scalar else (models.policy, policy)]
 
@@ -198,7 +198,7 @@ def _phase_work(
         judge = replace(value, is_trained=False)
         scored += [scoring(models.value, judge, work, pace)] * num_reward_models(config, stage)
         if "critic" in stage.trains:
-            scored.append(scoring(models.value, judge, _beyond_first_update(work), pace))
+            scored.append(scoring(models.critic, judge, _beyond_first_update(work), pace))
         held += [models.value] * num_reward_models(config, stage)
         held += _references(config, stage, models, policy)
         if scored:

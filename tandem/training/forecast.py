@@ -21,7 +21,7 @@ from tandem.predict.constants import constants
 from tandem.predict.hardware import Hardware
 from tandem.predict.machine import known_machine, memory_bytes
 from tandem.predict.memory import Models
-from tandem.predict.models import config_of
+from tandem.predict.models import config_of, configs_beside
 from tandem.predict.record import WHOLE, Outcome, add_outcomes
 from tandem.predict.rows import Rows, common_beginning, rows_of
 from tandem.predict.stage import Phase, StagePrediction, predict_stage
@@ -165,8 +165,7 @@ def _models(run: Run, stage: str) -> Models:
     policy = config_of(run.policy_source(stage))
     reward = run.reward_source(stage) if record.family == "rl" else None
     value = config_of(reward) if reward else policy
-    other = run.config.reference_model
-    return Models.of(policy, value, config_of(other) if other else None)
+    return Models.of(policy, value, **configs_beside(run.config))
 
 
 def measured_rows(run: Run, stage: str, rows: StepRows) -> Rows:

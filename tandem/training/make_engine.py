@@ -33,6 +33,7 @@ def make_engine(
 
     Args:
         reference: None: `config.reference_model`, or the actor's present state.
+        critic: None: `config.critic_model`, or as `RLHFEngine` says.
         has_critic, has_reference: None: if the configured algorithm needs them.
     Raises:
         ConfigError: the configuration is wrong, all of it at once.
@@ -44,7 +45,7 @@ def make_engine(
         engine_settings(config),
         actor,
         reward_model=reward_model,
-        critic=critic,
+        critic=critic or config.critic_model or None,
         reference=reference or config.reference_model or None,
         tokenizer=tokenizer,
         reward_tokenizer=reward_tokenizer,

@@ -59,8 +59,10 @@ def _roles(run: Run, stages: Sequence[str], policy: str, reward: str) -> Iterato
         given = run.reward_source(stage.name) if scores and not trains_reward else None
         if given:
             yield _Role(given, scalar=True, needs_head=True)
-        elif rl.has_critic and not (scores and trains_reward):
+        elif rl.has_critic and not (config.critic_model or (scores and trains_reward)):
             yield _Role(policy, scalar=True)  # the critic starts from it
+        if config.critic_model and stage.has_critic:
+            yield _Role(config.critic_model, scalar=True)
         for model in weighted_models(config.scoring.reward_models):
             yield _Role(model.source, scalar=True, needs_head=True)
 
@@ -96,7 +98,9 @@ def _trained(
         rl = rl_section(run.config)
         scores = rl.reward_model_weight > 0 and run.reward_module is None
         given = run.reward_source(stage.name) if scores else None
-        if given and not trains_reward and rl.has_critic:
+        if run.config.critic_model and stage.has_critic:
+            yield _Role(run.config.critic_model, scalar=True)
+        elif given and not trains_reward and rl.has_critic:
             # As in engine/hybrid: a critic must read the policy's tokens.
             shares_tokens = rows.reward_renderer.renders_like(rows.renderer)
             yield _Role(given if shares_tokens else policy, scalar=True)

@@ -173,6 +173,7 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
         tokenizer=rows.tokenizer,
         reward_model=reward_source(run, stage),
         reward_tokenizer=run.reward_module.tokenizer if run.reward_module else None,
+        critic=config.critic_model or None,
         reference=config.reference_model or None,
         has_critic=rl.has_critic,
         has_reference=rl.has_reference,
@@ -185,6 +186,7 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
     if engine.scorer is not None and (note := engine.scorer.note_on_text(engine.renderer)):
         is_like = engine.scorer.renderer.renders_like(engine.renderer)
         starts_anew = rl.has_critic and not is_like
+        starts_anew = starts_anew and not config.critic_model
         start = "; the critic starts from the policy, with a new head" if starts_anew else ""
         run.print_line(f"{stage}: {note}{start}")
     if rl.reward_function and rl.reward_clip:

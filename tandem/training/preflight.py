@@ -61,7 +61,7 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
     if scores or rl:
         problems += answers_too_long(longest, longest_answer, limit)
     followed = answer_tokens(config, longest, limit) if rl else longest_answer
-    problems += _beyond_the_reference(config, rows, longest + followed)
+    problems += _beyond_named(config, rows, longest + followed)
     if rl:
         own = "" if reward == policy and not scores else reward
         problems += _beyond_the_reward_models(config, longest, followed, own)
@@ -83,25 +83,26 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
         raise ConfigError("; ".join(problems))
 
 
-def _beyond_the_reference(config: RunConfig, rows: StepRows, longest: int) -> list[str]:
-    """What keeps rows from fitting the positions of a reference that is another model.
+def _beyond_named(config: RunConfig, rows: StepRows, longest: int) -> list[str]:
+    """What keeps rows from fitting the positions of a reference or critic that is named.
 
     Args:
         longest: tokens of the longest prompt and answer.
     """
-    if not config.reference_model:
-        return []
-    limit, problems = positions(config.reference_model, config), []
-    for stage in in_order(config.stages):
-        if limit is None or not has_reference(config, stage):
-            continue
-        found = longest if stage.family == "rl" else max(map(len, rows.of(stage)), default=0)
-        if found > limit:
-            problems.append(
-                f"sequences of stage {stage.name} must fit the reference model's {limit} "
-                f"positions; got up to {found} tokens. Lower dataset.max_tokens, "
-                "dataset.max_prompt_tokens or sampling.max_new_tokens"
-            )
+    problems = []
+    for role, model in (("reference", config.reference_model), ("critic", config.critic_model)):
+        limit = positions(model, config) if model else None
+        for stage in in_order(config.stages):
+            has_role = has_reference(config, stage) if role == "reference" else stage.has_critic
+            if limit is None or not has_role:
+                continue
+            found = longest if stage.family == "rl" else max(map(len, rows.of(stage)), default=0)
+            if found > limit:
+                problems.append(
+                    f"sequences of stage {stage.name} must fit the {role} model's {limit} "
+                    f"positions; got up to {found} tokens. Lower dataset.max_tokens, "
+                    "dataset.max_prompt_tokens or sampling.max_new_tokens"
+                )
     return problems
 
 

@@ -47,7 +47,7 @@ _SHARED = (
     "parallel.frozen_weights",
 )
 # Knobs that name a model.
-_GIVEN = ("actor_model", "reward_model", "reference_model")
+_GIVEN = ("actor_model", "reward_model", "reference_model", "critic_model")
 # The template of conversations; where its file lies does not matter.
 _TEMPLATE = ("dataset.chat_template", "the chat template")
 # What later stages build on: rows that are theirs or held out, how they are rendered, and in what
@@ -145,8 +145,7 @@ class Identity:
                 made_from[f"the {name} stage"] = {n: entry.sha256 for n, entry in entries.items()}
             else:
                 given.add(stage_of(name).given)
-        if made_from.get("reference_model"):
-            given.add("reference_model")
+        given |= {knob for knob in ("reference_model", "critic_model") if made_from.get(knob)}
         made_from |= self.of_template()
         for knob in sorted(given):
             made_from[knob] = knob_value(self.config, knob)

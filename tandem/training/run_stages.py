@@ -275,6 +275,8 @@ def _run_stages(run: Run, rows: StepRows, unfinished: Sequence[str]) -> None:
                 job = prepared(stage, run, rows)
             if config.reference_model and has_reference(config, stage_of(stage)):
                 print_line(f"{stage}: the reference is {config.reference_model}")
+            if config.critic_model and stage_of(stage).has_critic:
+                print_line(f"{stage}: the critic starts from {config.critic_model}")
             for line in planned_steps(stage_of(stage), job.order, rows):
                 print_line(line)
             run_stage(run, stage, job)
@@ -365,7 +367,8 @@ def _check_inputs(run: Run) -> None:
         )
     if problems:
         raise ConfigError(". ".join(problems))
-    named_models = (config.actor_model, config.reward_model, config.reference_model, *further)
+    given = (config.actor_model, config.reward_model, config.reference_model, config.critic_model)
+    named_models = (*given, *further)
     for model in filter(None, named_models):
         require_config(whole_model(locate(model)))
     if rl and function:
@@ -373,10 +376,12 @@ def _check_inputs(run: Run) -> None:
     if rl:
         for model in further:
             load_tokenizer(model, trust_remote_code=config.trust_remote_code)
-    if config.reference_model:
-        code = config.trust_remote_code
-        own = load_tokenizer(tokenizer_sources(run)[0], trust_remote_code=code)
-        require_same_tokens(config.reference_model, own, trust_remote_code=code)
+    like = {"reference model": config.reference_model, "critic model": config.critic_model}
+    code = config.trust_remote_code
+    for role, model in like.items():
+        if model:
+            own = load_tokenizer(tokenizer_sources(run)[0], trust_remote_code=code)
+            require_same_tokens(model, own, role=role, trust_remote_code=code)
     for model in dict.fromkeys(named_models):
         for folder in model_folders(model) if model else ():
             verify_beside(folder, world=run.world)

@@ -315,6 +315,7 @@ PATHS = {
     "actor_model": "~/m",
     "reward_model": "~/r",
     "reference_model": "~/s",
+    "critic_model": "~/v",
     "data": "~/a.jsonl:2::prompt=q",
     "sft_data": "~/b.jsonl",
     "eval_data": "~/d.jsonl",

@@ -104,7 +104,7 @@ def refused(flags: str, command: str = "train") -> str:
         ("sft", "--chat_template_path t.jinja", "dataset.chat_template", "t.jinja",
          "--chat_template_path is read as --dataset.chat-template"),
         ("ppo", "--actor_model_name_or_path m", "actor_model", "m", "--actor-model"),
-        ("train", "--critic_model_name_or_path m", "reward_model", "m", "share a tokenizer"),
+        ("train", "--critic_model_name_or_path m", "reward_model", "m", "unless critic_model"),
         ("train", "--data_path a b", "data", ("a", "b"), "--data_path is read as --data"),
         ("train", "--enable_ema", "ppo.ema", True, "--enable_ema is read as --ppo.ema"),
         ("grpo", "--enable_ema", "grpo.ema", True, "--enable_ema is read as --grpo.ema"),

@@ -102,7 +102,7 @@ def test_one_that_is_of_no_use_is_refused(
         tmp_path / "run", tiny_model, preferences, stages=["sft", "dpo"],
         reference_model=str(tmp_path / "foreign"),
     )  # fmt: skip
-    with pytest.raises(ModelError, match="must have the policy's tokens, whose log-probs it gives"):
+    with pytest.raises(ModelError, match="must have the policy's tokens, which it reads"):
         ran(foreign)
     assert not (tmp_path / "run").exists(), "no stage has run before"
 

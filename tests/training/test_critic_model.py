@@ -1,0 +1,156 @@
+"""A critic that starts from another model than the reward model or the policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tandem import make_engine
+from tandem.checkpoint.folder import read_manifest
+from tandem.config.load import check_config
+from tandem.config.stages import stage_of
+from tandem.errors import CheckpointError, ConfigError, ModelError
+from tandem.predict.memory import Device, Models, stage_memory
+from tandem.predict.models import config_of, configs_beside
+from tandem.predict.rows import Rows
+from tandem.predict.work import work_of
+from tests.data.built_tokenizers import sentencepiece
+from tests.tiny import save_tiny_model, tiny_config, tiny_llama, tiny_tokenizer
+from tests.training import letter_rewards
+from tests.training.runs import ran, ran_with_stops
+from tests.training.test_policy_functions import weights_of
+
+REWARD = f"{letter_rewards.__file__}:starts_early"
+ALONE: dict[str, Any] = {"stages": ["ppo"], "ppo__steps": 2, "ppo__reward_function": REWARD}
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A language model of the policy's tokenizer and half its width."""
+    folder = tmp_path_factory.mktemp("narrow")
+    save_tiny_model(folder, seed=7)
+    config = tiny_llama(len(tiny_tokenizer())).config
+    config.update({"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1})
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+def test_it_starts_from_a_smaller_language_model_with_a_head_of_zeros(
+    tmp_path: Path, tiny_model: str, preferences: str, narrow: str
+) -> None:
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, critic_model=narrow, **ALONE)
+    engine = make_engine(config, tiny_model)
+    assert engine.critic is not None
+    assert engine.critic.config.hidden_size == 16
+    source = AutoModelForCausalLM.from_pretrained(narrow)
+    for name, value in engine.critic.model.state_dict().items():
+        assert torch.equal(value, source.model.state_dict()[name])
+    assert not engine.critic.score.weight.any()
+    lines: list[str] = []
+    run = ran(config, lines=lines)
+    assert f"ppo: the critic starts from {narrow}" in lines
+    ran_with_stops(config, tmp_path / "again", [("ppo", 2)])
+    again, whole = weights_of(tmp_path / "again", "ppo"), weights_of(run, "ppo")
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+
+
+def test_a_reward_model_judges_and_another_estimates(
+    tmp_path: Path, tiny_model: str, preferences: str, narrow: str
+) -> None:
+    """The scores stay the reward model's; the critic is a classifier of its own, head and all."""
+    torch.manual_seed(5)
+    shape = AutoModelForCausalLM.from_pretrained(narrow).config
+    shape.num_labels, shape.pad_token_id = 1, 0
+    classifier = AutoModelForSequenceClassification.from_config(shape)
+    start = tmp_path / "values"
+    save_tiny_model(start, seed=1)
+    classifier.save_pretrained(start)
+    knobs = {"sft__max_steps": 1, "reward__max_steps": 1, "ppo__steps": 1}
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, critic_model=str(start), **knobs
+    )
+    run = ran(config)
+    facts = read_manifest(run / "ppo").facts["made_from"]
+    assert facts["critic_model"] == str(start)
+    assert "model.safetensors" in facts["the files of critic_model"]
+    engine = make_engine(config, run / "sft", reward_model=run / "reward")
+    assert engine.critic is not None
+    assert engine.scorer is not None
+    assert torch.equal(engine.critic.score.weight, classifier.score.weight)
+    assert engine.critic.config.hidden_size == 16
+    assert engine.scorer.models[0].config.hidden_size == 32
+
+
+def test_the_forecast_counts_its_shape(
+    tmp_path: Path, tiny_model: str, preferences: str, narrow: str
+) -> None:
+    config = tiny_config(tmp_path, tiny_model, preferences, critic_model=narrow, **ALONE)
+    whole = config_of(tiny_model)
+    models = Models.of(whole, whole, **configs_beside(config))
+    assert models.critic.width == 16
+    assert models.value.width == 32
+    device = Device(on_cpu=True, half=False)
+
+    def resting(of: Models, **changes: Any) -> dict[str, float]:
+        ours = tiny_config(tmp_path, tiny_model, preferences, **{**ALONE, **changes})
+        stage = stage_of("ppo")
+        work = work_of(ours, stage, 1, Rows(), of.positions)
+        sizes = stage_memory(ours, stage, of, work, device, 1).resting
+        return {name: size for name, size in sizes.items() if name.startswith("critic")}
+
+    engine = make_engine(config, tiny_model)
+    assert engine.critic is not None
+    size = 4 * sum(weight.numel() for weight in engine.critic.parameters())
+    assert resting(models)["critic: weights"] == size
+    assert resting(Models.of(whole, whole))["critic: weights"] > 1.5 * size
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"stages": ["sft", "reward"]}, ConfigError, "critic_model must be empty where no stage"),
+        ({"stages": ["grpo"], "grpo__reward_function": REWARD}, ConfigError, "must be empty"),
+    ],
+)
+def test_a_stage_without_a_critic_has_none_to_name(
+    tmp_path: Path, tiny_model: str, preferences: str, narrow: str,
+    changes: dict[str, Any], error: type[Exception], message: str,
+) -> None:  # fmt: skip
+    config = tiny_config(tmp_path, tiny_model, preferences, critic_model=narrow, **changes)
+    with pytest.raises(error, match=message):
+        check_config(config)
+
+
+def test_a_critic_that_cannot_read_the_policy_s_tokens_is_refused(
+    tmp_path: Path, tiny_model: str, preferences: str, narrow: str
+) -> None:
+    foreign, tokenizer = tmp_path / "foreign", sentencepiece()
+    tiny_llama(len(tokenizer)).save_pretrained(foreign)
+    tokenizer.save_pretrained(foreign)
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, critic_model=str(foreign), **ALONE
+    )
+    with pytest.raises(ModelError, match=r"critic model .* must have the policy's tokens"):
+        ran(config)
+    short = tmp_path / "short"
+    save_tiny_model(short, seed=1)
+    settings = tiny_llama(len(tiny_tokenizer())).config
+    settings.update({"max_position_embeddings": 20})
+    AutoModelForCausalLM.from_config(settings).save_pretrained(short)
+    with pytest.raises(ConfigError, match="must fit the critic model's 20 positions"):
+        ran(replace(config, critic_model=str(short)))
+
+
+def test_another_critic_is_another_run(
+    tmp_path: Path, tiny_model: str, preferences: str, narrow: str
+) -> None:
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, critic_model=narrow, **ALONE)
+    ran(config)
+    with pytest.raises(CheckpointError, match=r"changed: .*critic_model"):
+        ran(replace(config, critic_model=tiny_model))
