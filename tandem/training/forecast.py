@@ -60,7 +60,7 @@ class Forecast:
         # How many answers a conversation comes to have is not known.
         converses = isinstance(section, RLConfig) and section.converses
         self._knows_times = known is not None and not converses
-        models, self._rows = _models(run, stage), measured_rows(run, stage, rows)
+        models, self._rows = models_in_use(run, stage, rows), measured_rows(run, stage, rows)
         name = known.name if known else processor.name()
         slack = constants("cpu", name)  # which the prediction adds
         without = self._process - slack.imports - slack.row * self._rows.count
@@ -149,7 +149,7 @@ class Forecast:
 _OF_STEP = ("generate", "score", "train")
 
 
-def _models(run: Run, stage: str) -> Models:
+def models_in_use(run: Run, stage: str, rows: StepRows) -> Models:
     """The stage's models by their configs.
 
     Raises:
@@ -165,7 +165,10 @@ def _models(run: Run, stage: str) -> Models:
     policy = config_of(run.policy_source(stage))
     reward = run.reward_source(stage) if record.family == "rl" else None
     value = config_of(reward) if reward else policy
-    return Models.of(policy, value, **configs_beside(run.config))
+    beside = configs_beside(run.config)
+    if reward and not rows.reward_renderer.renders_like(rows.renderer):
+        beside.setdefault("critic", policy)  # it must read the policy's tokens
+    return Models.of(policy, value, **beside)
 
 
 def measured_rows(run: Run, stage: str, rows: StepRows) -> Rows:

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerBase,
+)
 
 from tandem import make_engine
 from tandem.checkpoint.folder import read_manifest
 from tandem.config.load import check_config
 from tandem.config.stages import stage_of
+from tandem.data.render import Renderer
 from tandem.errors import CheckpointError, ConfigError, ModelError
 from tandem.predict.memory import Device, Models, stage_memory
 from tandem.predict.models import config_of, configs_beside
 from tandem.predict.rows import Rows
 from tandem.predict.work import work_of
+from tandem.training.forecast import models_in_use
 from tests.data.built_tokenizers import sentencepiece
 from tests.tiny import save_tiny_model, tiny_config, tiny_llama, tiny_tokenizer
 from tests.training import letter_rewards
@@ -109,6 +116,24 @@ def test_the_forecast_counts_its_shape(
     size = 4 * sum(weight.numel() for weight in engine.critic.parameters())
     assert resting(models)["critic: weights"] == size
     assert resting(Models.of(whole, whole))["critic: weights"] > 1.5 * size
+
+
+def test_a_forecast_knows_when_the_critic_starts_from_the_policy(
+    tmp_path: Path, tiny_model: str, preferences: str, narrow: str
+) -> None:
+    """A reward model of another template gives it no start."""
+    config = tiny_config(tmp_path, tiny_model, preferences, reward_model=narrow)
+    run: Any = SimpleNamespace(
+        config=config, policy_source=lambda _: tiny_model, reward_source=lambda _: narrow
+    )
+    own, other = tiny_tokenizer(), tiny_tokenizer()
+    other.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+
+    def width(theirs: PreTrainedTokenizerBase) -> int:
+        rows: Any = SimpleNamespace(renderer=Renderer(own), reward_renderer=Renderer(theirs))
+        return models_in_use(run, "ppo", rows).critic.width
+
+    assert (width(own), width(other)) == (16, 32)
 
 
 @pytest.mark.parametrize(
