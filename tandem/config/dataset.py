@@ -48,6 +48,10 @@ class DataConfig:
     of its prompt (counted; a row that would lose its whole answer is dropped), or stop."""
     system_prompt: str = knob("")
     """Added to every conversation that has no system turn."""
+    inline_speakers: bool = knob(False)
+    """Read a prompt such as `Human: hi Assistant:`, whose turns no blank line parts (as in
+    DeepSpeed-Chat's own files), as the conversation that it shows, for a chat template to frame.
+    Off: it is one turn of the user's, and noted."""
     chat_template: str = knob(TOKENIZERS_OWN, common=SUPERVISED, path=True)
     """Chat template of every model, saved with it: `tokenizer` (the tokenizer's own, or the default
     if it has none), a Jinja file, a folder with one, `default` (Human: and Assistant:), `chatml` or

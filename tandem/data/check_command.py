@@ -39,6 +39,7 @@ def data_command(args: Sequence[str]) -> int:
         columns=tuple(options.columns),
         on_bad_row="drop",
         system_prompt=options.system_prompt,
+        inline_speakers=options.inline_speakers,
         max_tokens=options.max_tokens,
         max_prompt_tokens=options.max_prompt_tokens,
         chat_template=options.chat_template,
@@ -97,6 +98,8 @@ def _data_parser() -> Parser:
     parser.flag("--columns A=B ...", columns, [], shown="none")
     parser.flag("--system-prompt TEXT", "For conversations without a system turn.", shown="none")
     lowest = "Lowest grade that SFT imitates: a number, mean, none or auto."
+    inline = "Read prompts of the form Human: ... Assistant: as the turns that they show."
+    parser.flag("--inline-speakers", inline, False, shown="off", action="store_true")
     parser.flag("--grades HOW", "How the reward model learns grades: pairs, regression.", "auto")
     parser.flag("--min-grade X", lowest, "auto")
     parser.section("split")

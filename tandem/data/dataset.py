@@ -41,6 +41,7 @@ from tandem.data.split import (
     split_key,
 )
 from tandem.data.tools import without_nulls
+from tandem.data.turns import inline_turns
 from tandem.errors import ConfigError, DataError
 from tandem.text import visible
 from tandem.types import Message, Sample
@@ -51,6 +52,11 @@ _HOPELESS = 100_000
 
 DependsOn = Literal["all", "unlabelled", ""]
 """Which rows' grades a run depends on."""
+_INLINE = {
+    False: "prompts of the form Human: ... Assistant:, each one turn of the user's "
+    "(--dataset.inline-speakers reads the turns)",
+    True: "prompts of the form Human: ... Assistant:, read as the turns that they show",
+}
 _CONTRADICTS = "the answers of an earlier pair the other way round"
 
 
@@ -196,7 +202,8 @@ def read_all(
             account.unread.update(shaped.unread)
             account.lists.update(shaped.lists)
             account.numbers.update(shaped.numbers)
-            sample = _with_system(shaped.sample, config.system_prompt)
+            sample = _with_speakers(shaped.sample, config, account)
+            sample = _with_system(sample, config.system_prompt)
             if sample.grade is not None:
                 graded_in = graded_in or shaped.grade_column
                 sample = _of_one_column(sample, shaped.grade_column, graded_in, account)
@@ -324,6 +331,17 @@ def _free_name(name: str, ledger: Ledger) -> str:
     while free in ledger.datasets:
         free, number = f"{name}-{number}", number + 1
     return free
+
+
+def _with_speakers(sample: Sample, config: DataConfig, account: DatasetLedger) -> Sample:
+    """The sample; the turns that its prompt shows inline are read as such if the run asks for it,
+    else noted."""
+    *before, asked = sample.prompt or (Message("user", ""),)
+    turns = inline_turns(asked.content) if asked.role == "user" else ()
+    if not turns or any(turn.role != "system" for turn in before):
+        return sample
+    account.note(_INLINE[config.inline_speakers], sample.source)
+    return replace(sample, prompt=(*before, *turns)) if config.inline_speakers else sample
 
 
 def _with_system(sample: Sample, system_prompt: str) -> Sample:

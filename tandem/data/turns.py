@@ -43,6 +43,7 @@ _KNOWN_ROLE = re.compile(
     rf"['\"](role|from)['\"]\s*:\s*['\"]({'|'.join(_ROLES)})['\"]", re.IGNORECASE
 )
 _MARKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
+_INLINE_MARKER = re.compile(r"(?:\A|(?<=\s))(Human|Assistant):")
 _TRANSCRIPT_PROMPT = re.compile(r"\A\s*Human:.*\n\nAssistant:\s*\Z", re.DOTALL)
 
 
@@ -168,6 +169,22 @@ def prompt_turns(value: Any, field: str) -> Turns:
     if _TRANSCRIPT_PROMPT.match(text):
         return transcript_turns(text, field)[:-1]
     return (Message("user", text),)
+
+
+def inline_turns(text: str) -> Turns:
+    """The turns of a prompt such as " Human: hi Assistant:", whose turns no blank line parts; ()
+    of any other text. It must begin with Human, the speakers must take turns, none saying nothing,
+    and it must end with an Assistant: behind which there is nothing."""
+    if not text.lstrip().startswith("Human:"):
+        return ()
+    _, *parts = _INLINE_MARKER.split(text)
+    speakers, said = parts[::2], [part.strip() for part in parts[1::2]]
+    if said.pop() or not said or not all(said):
+        return ()
+    if len(speakers) % 2 or speakers != ["Human", "Assistant"] * (len(speakers) // 2):
+        return ()
+    roles: tuple[Role, Role] = ("user", "assistant")
+    return tuple(Message(roles[i % 2], content) for i, content in enumerate(said))
 
 
 def check_prompt(prompt: Turns, field: str) -> Turns:

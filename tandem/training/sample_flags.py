@@ -46,7 +46,7 @@ _KEPT = (
     *("seed", "dtype", "trust_remote_code", "micro_batch_tokens", "hybrid_engine"),
     *("generation_batch_size", "generation_prefill_tokens", "parallel.frozen_weights"),
     *("dataset.max_prompt_tokens", "dataset.on_long_row", "dataset.system_prompt"),
-    "dataset.chat_template",
+    *("dataset.chat_template", "dataset.inline_speakers"),
 )
 """What is taken over from a run beside `sampling` and `scoring`, where no flag says otherwise."""
 _READ = (

@@ -464,3 +464,36 @@ def test_eval_data_is_held_out_whole_and_keeps_its_openings_out_of_training(tmp_
     assert found.ledger.datasets["own"].used["heldout"] == 15
     with pytest.raises(ConfigError, match="eval_data must be without weights"):
         load_data(DataConfig(), [data], [], [f"{own}:2"], seed=0)
+
+
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_speakers_within_a_prompt_are_noted_and_read_where_asked_for(
+    system: str, tmp_path: Path
+) -> None:
+    answers = {"chosen": " 4", "rejected": " 5"}
+    texts = [" Human: 2+2? Assistant:", "Human: hi Assistant: yo Human: 2+2? Assistant:", "2+2?"]
+    rows = [{"prompt": text, **answers} for text in texts]
+    data = write(tmp_path / "a.jsonl", rows)
+
+    def read(*, inline: bool) -> tuple[list[tuple[Message, ...]], dict[str, int]]:
+        config = DataConfig(heldout=0, inline_speakers=inline, system_prompt=system)
+        found = load_data(config, [data], seed=0, stages=("dpo",))
+        kept = sorted(found.pairs, key=lambda sample: sample.source.line)
+        return [sample.prompt for sample in kept], dict(found.ledger.datasets["a"].notes)
+
+    def user(text: str) -> Message:
+        return Message("user", text)
+
+    start = (Message("system", system),) if system else ()
+    plain, noted = read(inline=False)
+    assert plain == [(*start, user(text)) for text in texts]
+    assert [(text[:29], count) for text, count in noted.items()] == [
+        ("prompts of the form Human: ..", 2)
+    ]
+    assert "--dataset.inline-speakers" in next(iter(noted))
+    turns, noted = read(inline=True)
+    once = (*start, user("2+2?"))
+    assert turns == [once, (*start, user("hi"), Message("assistant", "yo"), user("2+2?")), once]
+    assert list(noted) == [
+        "prompts of the form Human: ... Assistant:, read as the turns that they show"
+    ]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tandem.data.rows import RowProblem
 from tandem.data.turns import (
     check_prompt,
+    inline_turns,
     is_transcript,
     prompt_turns,
     text_of,
@@ -176,3 +177,36 @@ def test_good_prompts() -> None:
         assert check_prompt(turns, "prompt") == turns
     tool = (USER, BOT, Message("tool", "4"))
     assert check_prompt(tool, "prompt") == tool
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        " Human: hi Assistant: yo Human: hi Assistant:",
+        "Human: hi\nAssistant: yo\nHuman: hi\nAssistant: ",
+        "\n\nHuman: hi Assistant: yo\n\nHuman: hi Assistant:",
+    ],
+)
+def test_the_turns_of_a_prompt_without_blank_lines(text: str) -> None:
+    assert inline_turns(text) == (USER, BOT, USER)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "Human:",
+        "Assistant:",
+        "Human: and Assistant: are words.",
+        "Say Human: hi Assistant:",
+        "Human: hi",
+        "Human: Assistant:",
+        "Human: compare Human: and Assistant:",
+        "Human: is it Assistant: or Assistant:",
+        "Human: a SuperAssistant:",
+        "Assistant: hi Human: yo Assistant:",
+        "Humans: hi Assistant:",
+    ],
+)
+def test_a_prompt_that_may_be_one_turn_has_no_others(text: str) -> None:
+    assert inline_turns(text) == ()
