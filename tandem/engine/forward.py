@@ -66,14 +66,7 @@ def generation_weights(model: PreTrainedModel, group: TensorGroup | None) -> Ite
 def _sliced_weights(model: PreTrainedModel, group: TensorGroup) -> Iterator[None]:
     shards = shards_of(model)
     shards.reshard()
-    twin = sliced_twin(
-        model,
-        group.size,
-        slice_of=group.slice,
-        whole=whole,
-        add_up=group.add_up,
-        dtype=shards.plan.gather_dtype,
-    )
+    twin = sliced_twin(model, group, whole=whole, dtype=shards.plan.gather_dtype)
     try:
         with standing_in(model, twin):
             yield

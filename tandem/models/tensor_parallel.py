@@ -2,62 +2,43 @@
 
 Column layers are sliced along their outputs (heads, inner width), row layers along their inputs;
 their partial results are summed over the ranks that hold the other slices (arXiv:1909.08053). A
-plan per architecture says which layers are which. `selfcheck` compares the logits of the model in
-use before a run relies on its plan.
+plan per architecture says which layers are which (`slice_plans`). `selfcheck` compares the logits
+of the model in use before a run relies on its plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from tandem.errors import ModelError
 from tandem.models.lora import LoraLayer
 from tandem.models.shared_copy import shared_copy
+from tandem.models.slice_plans import check_sliceable, evenly, heads_of, slice_plan
 from tandem.ops import dense
-
-SliceOf = Callable[[Tensor, int], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """How an architecture is sliced: endings of the names of column and row layers.
-
-    head_counts: attributes of its modules that count heads. inner_width: the config's name for the
-    width of the MLP's inner layer.
-    """
-
-    columns: tuple[str, ...]
-    rows: tuple[str, ...]
-    head_counts: tuple[str, ...] = field(default=())
-    inner_width: str = "intermediate_size"
+from tandem.ops.spans import Spans, taken
 
 
-_LLAMA = _Plan(
-    columns=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
-    rows=("self_attn.o_proj", "mlp.down_proj"),
-)
-_PLANS = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "granite"), _LLAMA),
-    "opt": _Plan(
-        columns=("q_proj", "k_proj", "v_proj", "fc1"),
-        rows=("out_proj", "fc2"),
-        head_counts=("num_heads",),
-        inner_width="ffn_dim",
-    ),
-    "gpt_neox": _Plan(
-        columns=("attention.query_key_value", "mlp.dense_h_to_4h"),
-        rows=("attention.dense", "mlp.dense_4h_to_h"),
-    ),
-}
+class Group(Protocol):
+    """The ranks that hold the slices: a `parallel.tensor.TensorGroup`, which models may not
+    import."""
+
+    size: int
+    index: int
+
+    def slice(self, weight: Tensor, dim: int, spans: Spans) -> Tensor:
+        """This rank's part of a weight along a dimension, a new tensor."""
+
+    def add_up(self, partial: Tensor) -> Tensor:
+        """The sum of all ranks' partial results, in place."""
 
 
-class _ColumnLinear(nn.Module):
+class ColumnLinear(nn.Module):
     """A linear layer with some of its outputs."""
 
     weight: Tensor
@@ -68,7 +49,7 @@ class _ColumnLinear(nn.Module):
         return dense.linear(x, self.weight, self.bias)
 
 
-class _RowLinear(nn.Module):
+class RowLinear(nn.Module):
     """A linear layer with some of its inputs; the results are summed over all slices."""
 
     weight: Tensor
@@ -81,57 +62,25 @@ class _RowLinear(nn.Module):
         return summed if self.bias is None else summed + self.bias.to(summed.dtype)
 
 
-def check_sliceable(config: PreTrainedConfig, parts: int) -> None:
-    """Refuse a model that cannot be sliced into `parts`.
-
-    Raises:
-        ModelError: a family without a plan, or heads or widths that `parts` does not divide.
-    """
-    config = config.get_text_config()
-    if config.model_type not in _PLANS:
-        raise ModelError(
-            f"tensor-parallel generation must have a plan for the family; got "
-            f"{config.model_type!r}, plans are there for {', '.join(sorted(_PLANS))}. Use "
-            "--inference-tp-size 1."
-        )
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    inner = _PLANS[config.model_type].inner_width
-    for name, number in (
-        ("attention heads", heads),
-        ("key and value heads", kv_heads),
-        (f"inner width ({inner})", getattr(config, inner)),
-    ):
-        if number % parts:
-            raise ModelError(
-                f"--inference-tp-size must divide the model's {name}; got {parts} for {number}. "
-                "Use a divisor."
-            )
-
-
 @torch.no_grad()
 def sliced_twin(
     model: PreTrainedModel,
-    parts: int,
+    group: Group,
     *,
-    slice_of: SliceOf,
     whole: Callable[[Tensor], Tensor],
-    add_up: Callable[[Tensor], Tensor],
     dtype: torch.dtype | None,
 ) -> PreTrainedModel:
-    """A twin whose planned layers hold 1 / `parts` of their weights; all others are whole.
+    """A twin whose planned layers hold this rank's slice of their weights; all others are whole.
 
     Adapters are merged into the slices, which are temporary; the model's own weights stay as they
     are.
 
     Args:
-        slice_of: this rank's slice of a weight along a dimension.
         whole: all of a weight.
-        add_up: sums partial results over the ranks that hold the other slices, in place.
         dtype: of the slices; None: the weights' own.
     """
-    check_sliceable(model.config, parts)
-    plan = _PLANS[model.config.get_text_config().model_type]
+    check_sliceable(model.config, group.size)
+    plan, heads = slice_plan(model.config), heads_of(model.config)
     copies = shared_copy(model)
     originals = {copied: module for module, copied in copies.items()}
     twin = copies[model]
@@ -149,9 +98,12 @@ def sliced_twin(
         if any(name.startswith(f"{done}.") for done in sliced):
             continue  # an adapter inside a sliced layer
         original = originals[module]
-        is_column = name.endswith(plan.columns)
+        cut = next((how for ending, how in plan.columns.items() if name.endswith(ending)), None)
+        is_column = cut is not None
         if (is_column or name.endswith(plan.rows)) and hasattr(original, "weight"):
-            layer = _layer(original, is_column, slice_of, whole, add_up, dtype)
+            size = _edges(original)[0 if is_column else 1]
+            spans = (cut or evenly)(size, heads, group.size)
+            layer = _layer(original, is_column, spans, group, whole, dtype)
             twin.set_submodule(name, layer)
             sliced.add(name)
             continue
@@ -160,54 +112,54 @@ def sliced_twin(
             key: None if weight is None else kept(weight)
             for key, weight in original._parameters.items()
         }
-        for count in plan.head_counts:
-            if isinstance(state.get(count), int):
-                state[count] //= parts
+    for around in {name.rpartition(".")[0] for name in sliced}:
+        counted = twin.get_submodule(around).__dict__
+        counted |= {name: counted[name] // group.size for name in plan.counts if name in counted}
     return twin.eval()
 
 
+def _edges(layer: nn.Module) -> tuple[int, int]:
+    """Outputs and inputs of a linear layer; GPT-2's Conv1D stores (in, out)."""
+    first, last = getattr(layer, "weight").shape  # noqa: B009, attributes have no static type
+    return (last, first) if isinstance(layer, Conv1D) else (first, last)
+
+
 def _layer(
-    original: nn.Module,
+    original: Any,
     is_column: bool,
-    slice_of: SliceOf,
+    spans: Spans,
+    group: Group,
     whole: Callable[[Tensor], Tensor],
-    add_up: Callable[[Tensor], Tensor],
     dtype: torch.dtype | None,
 ) -> nn.Module:
-    weight = getattr(original, "weight")  # noqa: B009, a module's attributes have no static type
+    weight = original.weight
     if not weight.is_floating_point():
         raise ModelError(
             "tensor-parallel generation must slice weights that are not quantized; got "
             f"{weight.dtype}. Leave --frozen-weights off, or --inference-tp-size 1."
         )
-    layer: Any = _ColumnLinear() if is_column else _RowLinear()
-    own = slice_of(weight, 0 if is_column else 1)
-    if isinstance(original, LoraLayer):
-        a, b = whole(original.lora_A.weight), whole(original.lora_B.weight)
-        if original.switch.on:
-            parts = (
-                weight.shape[0] // own.shape[0] if is_column else weight.shape[1] // own.shape[1]
-            )
-            index = _index_of(slice_of, parts, weight.device)
-            if is_column:
-                b = b.chunk(parts, 0)[index]
-            else:
-                a = a.chunk(parts, 1)[index]
-            own = own + ((b @ a) * (original.alpha / original.rank)).to(own.dtype)
+    layer: Any = ColumnLinear() if is_column else RowLinear()
+    is_turned = isinstance(original, Conv1D)
+    own = group.slice(weight, int(is_column == is_turned), spans)
+    if is_turned:
+        own = own.t()
+    acting = original.acting() if isinstance(original, LoraLayer) else None
+    if acting is not None:
+        a, b = (whole(part.weight) for part in acting)
+        if is_column:
+            b = taken(b, 0, spans[group.index])
+        else:
+            a = taken(a, 1, spans[group.index])
+        own = own + ((b @ a) * original.scale).to(own.dtype)
     layer.weight = nn.Parameter(_cast(own, dtype), requires_grad=False)
-    bias = getattr(original, "bias", None)
+    bias = original.bias
     if bias is not None:
-        full = slice_of(bias, 0) if is_column else whole(bias)
+        full = group.slice(bias, 0, spans) if is_column else whole(bias)
         bias = nn.Parameter(_cast(full, dtype), requires_grad=False)
     layer.bias = bias
     if not is_column:
-        layer.add_up = add_up
+        layer.add_up = group.add_up
     return layer
-
-
-def _index_of(slice_of: SliceOf, parts: int, device: torch.device) -> int:
-    """The index of this rank's slice."""
-    return int(slice_of(torch.arange(parts, device=device), 0)[0])
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

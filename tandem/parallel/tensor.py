@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tandem.errors import ConfigError
+from tandem.ops.spans import Spans, length, taken, within
 from tandem.parallel.dtensor import local, piece_group, piece_rows
 from tandem.parallel.world import World
 
@@ -68,45 +69,41 @@ class TensorGroup:
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.group)
         return int(tensor)
 
-    def slice(self, weight: Tensor, dim: int) -> Tensor:
-        """This rank's of `size` equal slices along `dim`; a new tensor.
+    def slice(self, weight: Tensor, dim: int, spans: Spans) -> Tensor:
+        """What this rank holds of a weight along `dim`; a new tensor.
 
         A collective of all ranks of the world for weights in pieces.
 
         Args:
             weight: (R, C) or (R,), plain or in pieces along dimension 0, over a multiple of `size`
                 ranks.
+            spans: of each of the group's ranks.
         """
         if not isinstance(weight, DTensor):
-            return weight.detach().chunk(self.size, dim)[self.index].clone()
+            return taken(weight.detach(), dim, spans[self.index])
         piece, group = local(weight.detach()), piece_group(weight)
         own, num_pieces = group.rank(), group.size()
-        offset, _ = piece_rows(len(weight), num_pieces, own)
-        sends = []
+        rows = [piece_rows(len(weight), num_pieces, source) for source in range(num_pieces)]
+        sends, sizes = [], []
         for target in range(num_pieces):
-            first, last = self._rows(len(weight), dim, num_pieces, source=own, target=target)
-            rows = piece[first - offset : last - offset]
-            rows = rows.chunk(self.size, 1)[target % self.size] if dim == 1 else rows
-            sends.append(rows.flatten())
-        shape = [weight.shape[1] // self.size] if dim == 1 else list(weight.shape[1:])
-        counts = []
-        for source in range(num_pieces):
-            first, last = self._rows(len(weight), dim, num_pieces, source=source, target=own)
-            counts.append((last - first) * math.prod(shape))
+            wanted = spans[target % self.size]
+            if dim == 0:
+                parts = [piece[first:last].flatten() for first, last in within(wanted, rows[own])]
+            else:
+                parts = [taken(piece, 1, wanted).flatten()]
+            sends += parts
+            sizes.append(sum(map(len, parts)))
+        mine, shape = spans[self.index], list(weight.shape[1:])
+        if dim == 1:
+            shape = [length(mine)]
+        counts = [
+            (length(within(mine, held)) if dim == 0 else held[1] - held[0]) * math.prod(shape)
+            for held in rows
+        ]
         received = piece.new_empty(sum(counts))
-        dist.all_to_all_single(received, torch.cat(sends), counts, list(map(len, sends)), group)
+        sent = torch.cat(sends) if sends else received[:0]
+        dist.all_to_all_single(received, sent, counts, sizes, group)
         return received.view(-1, *shape)
-
-    def _rows(
-        self, num_rows: int, dim: int, num_pieces: int, *, source: int, target: int
-    ) -> tuple[int, int]:
-        """First and last row (of the whole) that `source` has and `target` wants."""
-        first, last = piece_rows(num_rows, num_pieces, source)
-        if dim == 0:
-            share = num_rows // self.size
-            wanted = (target % self.size) * share
-            first, last = max(first, wanted), min(last, wanted + share)
-        return first, max(first, last)
 
 
 @cache

@@ -18,8 +18,8 @@ from tandem.engine.shard_plan import check_layout
 from tandem.errors import ConfigError, ModelError
 from tandem.models.checkpoint_ref import checkpoint_ref_of, same_base
 from tandem.models.rope import longrope_border
+from tandem.models.slice_plans import check_sliceable
 from tandem.models.source import load_config, locate, whole_family
-from tandem.models.tensor_parallel import check_sliceable
 from tandem.parallel.tensor import check_divides
 from tandem.parallel.world import World
 from tandem.predict.models import shape_for

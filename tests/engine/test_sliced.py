@@ -17,10 +17,11 @@ from tandem.engine.rollouts import shared_rollout
 from tandem.engine.shard_plan import shard_plan
 from tandem.errors import ConfigError, ModelError
 from tandem.generation.stops import Stops
-from tandem.models import tensor_parallel
+from tandem.models import slice_plans
 from tandem.models.lora import lora_layers
 from tandem.models.selfcheck import Agreement, check_twin
 from tandem.models.twin import twin_of
+from tandem.ops.spans import Spans
 from tandem.parallel.dtensor import fill, whole
 from tandem.parallel.tensor import TensorGroup, tensor_group
 from tandem.parallel.world import World
@@ -105,8 +106,8 @@ def test_two_groups_of_two() -> None:
 
 
 def wrongly_planned(world: World) -> str:
-    plan = tensor_parallel._PLANS["opt"]
-    tensor_parallel._PLANS["opt"] = replace(plan, head_counts=())  # what torch's own plan forgets
+    plan = slice_plans._PLANS["opt"]
+    slice_plans._PLANS["opt"] = replace(plan, counts=())  # what torch's own plan forgets
     model = tiny_model("opt").eval()
     shard_model(model, shard_plan(3, engine_settings(RunConfig()), world, trained=True), world)
     try:
@@ -124,7 +125,7 @@ def test_a_wrong_plan_stops_the_run() -> None:
 def refused(world: World, family: str, parts: int) -> str:
     model = tiny_model(family)
     try:
-        tensor_parallel.check_sliceable(model.config, parts)
+        slice_plans.check_sliceable(model.config, parts)
         TensorGroup(world, parts)
     except (ModelError, ConfigError) as error:
         return str(error)
@@ -138,11 +139,11 @@ def test_what_cannot_be_sliced_is_refused_by_name() -> None:
         config = tiny_model(family).config
         setattr(config, knob, 175)
         with pytest.raises(ModelError, match=rf"inner width \({knob}\); got 2 for 175"):
-            tensor_parallel.check_sliceable(config, 2)
+            slice_plans.check_sliceable(config, 2)
     assert all("inference_tp_size must divide" in text for text in on_ranks(3, refused, "llama", 2))
 
 
-def cut(world: World, shape: tuple[int, ...], dim: int, parts: int) -> bool:
+def cut(world: World, shape: tuple[int, ...], dim: int, spans: Spans) -> bool:
     full = torch.arange(float(torch.Size(shape).numel())).view(shape)
     module = torch.nn.Linear(1, 1)
     module.weight = torch.nn.Parameter(torch.zeros(shape))
@@ -150,16 +151,36 @@ def cut(world: World, shape: tuple[int, ...], dim: int, parts: int) -> bool:
 
     shard(module, [], ShardPlan(stage=3), world)
     fill(module.weight, full)
-    group = TensorGroup(world, parts)
-    ours = group.slice(module.weight, dim)
-    return torch.equal(ours, full.chunk(parts, dim)[group.index])
+    group = TensorGroup(world, len(spans))
+    held = [i for first, last in spans[group.index] for i in range(first, last)]
+    wanted = full.index_select(dim, torch.tensor(held))
+    plain = group.slice(full, dim, spans)
+    return torch.equal(group.slice(module.weight, dim, spans), wanted) and torch.equal(
+        plain, wanted
+    )
+
+
+IN_HALVES = [[(0, 2), (4, 5)], [(2, 4), (5, 6)]]
+SHARED = [[(0, 1), (4, 6)], [(1, 2), (4, 6)], [(2, 3), (4, 6)], [(3, 4), (4, 6)]]
 
 
 @pytest.mark.parametrize(
-    ("shape", "dim", "size", "parts"),
-    [((8, 6), 0, 4, 2), ((8, 6), 1, 4, 2), ((6, 4), 0, 4, 2), ((2, 4), 1, 4, 4), ((10,), 0, 2, 2)],
+    ("shape", "dim", "size", "spans"),
+    [
+        ((8, 6), 0, 4, [[(0, 4)], [(4, 8)]]),
+        ((8, 6), 1, 4, [[(0, 3)], [(3, 6)]]),
+        ((6, 4), 0, 4, [[(0, 3)], [(3, 6)]]),
+        ((2, 4), 1, 4, [[(i, i + 1)] for i in range(4)]),
+        ((10,), 0, 2, [[(0, 5)], [(5, 10)]]),
+        ((6, 3), 0, 4, IN_HALVES),
+        ((3, 6), 1, 4, IN_HALVES),
+        ((6,), 0, 2, IN_HALVES),
+        ((6, 3), 0, 4, SHARED),
+        ((3, 6), 1, 4, SHARED),
+        ((2, 3), 0, 4, [[(0, 1)], [(0, 1)], [(1, 2)], [(1, 2)]]),
+    ],
 )
 def test_a_slice_is_made_of_the_pieces(
-    shape: tuple[int, ...], dim: int, size: int, parts: int
+    shape: tuple[int, ...], dim: int, size: int, spans: Spans
 ) -> None:
-    assert all(on_ranks(size, cut, shape, dim, parts))
+    assert all(on_ranks(size, cut, shape, dim, spans))

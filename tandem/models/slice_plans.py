@@ -1,0 +1,96 @@
+"""Which parts of a family's weights each rank of tensor-parallel generation holds.
+
+A rank has an equal share of the heads and of the inner width (arXiv:1909.08053).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedConfig
+
+from tandem.errors import ModelError
+from tandem.models.blocks import Heads, attention_heads
+from tandem.ops.spans import Spans
+
+Cut = Callable[[int, Heads, int], Spans]
+"""Takes the number of a weight's outputs, its layer's heads and the number of ranks."""
+
+
+def evenly(size: int, heads: Heads, parts: int) -> Spans:
+    """Equal shares in order: heads, each with all its rows, or an inner width."""
+    share = size // parts
+    return [[(i * share, (i + 1) * share)] for i in range(parts)]
+
+
+@dataclass(frozen=True, slots=True)
+class SlicePlan:
+    """How an architecture is sliced.
+
+    columns: endings of the names of layers that are sliced along their outputs, and how. rows: of
+    those that are sliced along their inputs, evenly. counts: attributes of the modules around them
+    that count heads or their numbers, or fewer on each rank. inner_width: the config's name for the
+    width of the MLP's inner layer.
+    """
+
+    columns: Mapping[str, Cut]
+    rows: tuple[str, ...]
+    counts: tuple[str, ...] = field(default=())
+    inner_width: str = "intermediate_size"
+
+
+_SEPARATE: dict[str, Cut] = dict.fromkeys(("q_proj", "k_proj", "v_proj"), evenly)
+_LLAMA = SlicePlan(
+    columns=_SEPARATE | {"gate_proj": evenly, "up_proj": evenly},
+    rows=("self_attn.o_proj", "mlp.down_proj"),
+)
+_PLANS = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "granite"), _LLAMA),
+    "opt": SlicePlan(
+        columns=_SEPARATE | {"fc1": evenly},
+        rows=("out_proj", "fc2"),
+        counts=("num_heads",),
+        inner_width="ffn_dim",
+    ),
+    "gpt_neox": SlicePlan(  # a head's query, key and value side by side
+        columns={"attention.query_key_value": evenly, "mlp.dense_h_to_4h": evenly},
+        rows=("attention.dense", "mlp.dense_4h_to_h"),
+    ),
+}
+
+
+def slice_plan(config: PreTrainedConfig) -> SlicePlan:
+    """The plan of a family that has one (`check_sliceable`)."""
+    return _PLANS[config.get_text_config().model_type]
+
+
+def heads_of(config: PreTrainedConfig) -> Heads:
+    """Of a layer; in families with a plan all are alike."""
+    return attention_heads(config.get_text_config())[0]
+
+
+def check_sliceable(config: PreTrainedConfig, parts: int) -> None:
+    """Refuse a model that cannot be sliced into `parts`.
+
+    Raises:
+        ModelError: a family without a plan, or heads or widths that `parts` does not divide.
+    """
+    config = config.get_text_config()
+    if config.model_type not in _PLANS:
+        raise ModelError(
+            f"tensor-parallel generation must have a plan for the family; got "
+            f"{config.model_type!r}, plans are there for {', '.join(sorted(_PLANS))}. Use "
+            "--inference-tp-size 1."
+        )
+    heads, inner = heads_of(config), _PLANS[config.model_type].inner_width
+    for name, number in (
+        ("attention heads", heads.queries),
+        ("key and value heads", heads.keys),
+        (f"inner width ({inner})", getattr(config, inner)),
+    ):
+        if number % parts:
+            raise ModelError(
+                f"--inference-tp-size must divide the model's {name}; got {parts} for {number}. "
+                "Use a divisor."
+            )
