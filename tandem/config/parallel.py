@@ -63,7 +63,8 @@ class ParallelConfig:
     """Quantize on one node too, where it is no help and off by default."""
     inference_tp_size: int = knob(1, ge=1, common=RL)
     """Tensor-parallel ranks during generation, for models that do not fit on one; 1 gathers the
-    whole model. The slices are made from the training shards."""
+    whole model. The slices are made from the training shards. Must divide the attention heads, and
+    key/value heads or be a multiple of them, which ranks then hold copies of."""
     frozen_weights: Literal["", "int8", "nf4"] = knob("", common=True)
     """MixZ++: store and send frozen linear weights quantized, as `int8` (1.02 bytes per weight) or
     `nf4` (0.53), and dequantize them on use; empty: full precision. Needs lora.rank. Later stages

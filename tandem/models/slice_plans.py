@@ -1,6 +1,8 @@
 """Which parts of a family's weights each rank of tensor-parallel generation holds.
 
-A rank has an equal share of the heads and of the inner width (arXiv:1909.08053).
+A rank has an equal share of the query heads and of the inner width (arXiv:1909.08053), and the
+key/value heads that its queries read: an equal share of them too, or, where there are fewer than
+ranks, a copy of the one.
 """
 
 from __future__ import annotations
@@ -24,6 +26,19 @@ def evenly(size: int, heads: Heads, parts: int) -> Spans:
     return [[(i * share, (i + 1) * share)] for i in range(parts)]
 
 
+def by_key_heads(size: int, heads: Heads, parts: int) -> Spans:
+    """Keys or values: those that a rank's queries read."""
+    width = size // heads.keys
+    return [[(first * width, last * width)] for first, last in _key_heads(heads.keys, parts)]
+
+
+def _key_heads(keys: int, parts: int) -> list[tuple[int, int]]:
+    """First and last of the key heads that each rank's queries read."""
+    if keys >= parts:
+        return [(i * keys // parts, (i + 1) * keys // parts) for i in range(parts)]
+    return [(i * keys // parts, i * keys // parts + 1) for i in range(parts)]
+
+
 @dataclass(frozen=True, slots=True)
 class SlicePlan:
     """How an architecture is sliced.
@@ -40,7 +55,7 @@ class SlicePlan:
     inner_width: str = "intermediate_size"
 
 
-_SEPARATE: dict[str, Cut] = dict.fromkeys(("q_proj", "k_proj", "v_proj"), evenly)
+_SEPARATE: dict[str, Cut] = {"q_proj": evenly, "k_proj": by_key_heads, "v_proj": by_key_heads}
 _LLAMA = SlicePlan(
     columns=_SEPARATE | {"gate_proj": evenly, "up_proj": evenly},
     rows=("self_attn.o_proj", "mlp.down_proj"),
@@ -86,7 +101,6 @@ def check_sliceable(config: PreTrainedConfig, parts: int) -> None:
     heads, inner = heads_of(config), _PLANS[config.model_type].inner_width
     for name, number in (
         ("attention heads", heads.queries),
-        ("key and value heads", heads.keys),
         (f"inner width ({inner})", getattr(config, inner)),
     ):
         if number % parts:
@@ -94,3 +108,8 @@ def check_sliceable(config: PreTrainedConfig, parts: int) -> None:
                 f"--inference-tp-size must divide the model's {name}; got {parts} for {number}. "
                 "Use a divisor."
             )
+    if heads.keys % parts and parts % heads.keys:
+        raise ModelError(
+            "--inference-tp-size must divide the model's key and value heads, or be a multiple of "
+            f"them; got {parts} for {heads.keys}. Use such a number."
+        )

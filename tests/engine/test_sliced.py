@@ -134,7 +134,14 @@ def refused(world: World, family: str, parts: int) -> str:
 
 def test_what_cannot_be_sliced_is_refused_by_name() -> None:
     assert "gpt2" in refused(World(), "gpt2", 2)
-    assert "key and value heads" in refused(World(), "llama", 4)
+    assert "attention heads; got 8 for 4" in refused(World(), "llama", 8)
+    config = tiny_model("llama").config
+    config.num_attention_heads, config.num_key_value_heads = 12, 3
+    for parts in (1, 3, 6, 12):
+        slice_plans.check_sliceable(config, parts)
+    for parts in (2, 4):
+        with pytest.raises(ModelError, match=rf"or be a multiple of them; got {parts} for 3\. "):
+            slice_plans.check_sliceable(config, parts)
     for family, knob in (("llama", "intermediate_size"), ("opt", "ffn_dim")):
         config = tiny_model(family).config
         setattr(config, knob, 175)

@@ -39,7 +39,7 @@ FOUR = World(size=4, ranks_per_node=4)
         (World(), 2, "must divide the ranks of a node; got 2 for 1 a node, 1 in all"),
         (FOUR, 3, "must divide the ranks of a node; got 3 for 4 a node"),
         (replace(FOUR, ranks_per_node=2), 4, "got 4 for 2 a node, 4 in all"),
-        (FOUR, 4, "--inference-tp-size must divide the model's key and value heads; got 4 for 2"),
+        (World(0, 8, 8), 8, "must divide the model's attention heads; got 8 for 4"),
     ],
 )
 def test_slices_that_cannot_be(
