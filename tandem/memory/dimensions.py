@@ -69,6 +69,11 @@ class Shape:
         return sum(inputs * outputs for inputs, outputs in self.linears)
 
     @cached_property
+    def kv_heads(self) -> int:
+        """Heads of keys, and as many of values; several query heads may share one."""
+        return max(1, self.heads * self.kv_width // self.query_width)
+
+    @cached_property
     def outside_blocks(self) -> int:
         """Parameters outside the blocks: embeddings, the last norm, the head."""
         return self.parameters - sum(self.blocks)

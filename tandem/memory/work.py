@@ -170,12 +170,17 @@ def logits_rows(shape: Shape, layout: Layout, size: int) -> int:
     return max(1, budget // (shape.vocabulary * size))
 
 
-def kv_bytes(shape: Shape, rows: int, tokens: int, layout: Layout) -> float:
+def kv_bytes(shape: Shape, rows: int, tokens: int, layout: Layout, slices: int = 1) -> float:
     """KV memory of `rows` answers in parallel, prompt and answer `tokens` long, and states: theirs,
-    of a prompt whose samples come in, and of what prompts begin with alike."""
+    of a prompt whose samples come in, and of what prompts begin with alike.
+
+    Args:
+        slices: ranks that each have a share of the heads, or a whole one.
+    """
     held = -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
     layers = shape.layers - shape.keyless
-    keys = 2.0 * layout.compute_bytes * layers * shape.kv_width
+    width = shape.kv_width / min(slices, shape.kv_heads)
+    keys = 2.0 * layout.compute_bytes * layers * width
     slots = rows + 1 + min(SNAPSHOT_SLOTS, rows)
     return rows * keys * held + slots * state_bytes(shape, layout)
 
@@ -200,13 +205,14 @@ def generation_bytes(
     """What a rollout adds to the resident weights.
 
     Args:
-        rows: answers in parallel on one rank. prompt, new: tokens of each.
+        rows: answers in parallel on one rank, or on those that hold slices together. prompt, new:
+            tokens of each.
         packs: decoding reads a second, packed copy of the weights (Llama-like on a CPU).
         slices: ranks that hold slices of one model.
     """
     rows = min(rows, logits_rows(shape, layout, FLOAT))
     decoding: Bytes = {
-        "KV memory": kv_bytes(shape, rows, prompt + new, layout),
+        "KV memory": kv_bytes(shape, rows, prompt + new, layout, slices),
         "logits": 2.0 * FLOAT * rows * shape.vocabulary,
         "activations": forward_bytes(shape, min(rows * prompt, PREFILL_TOKENS), layout),
     }
@@ -222,7 +228,11 @@ def answering_weights(shape: Shape, layout: Layout, *, packs: bool, slices: int 
     """
     if slices > 1:
         sliced = shape.linear_weights
-        return {"slices": layout.compute_bytes * (shape.parameters - sliced + sliced / slices)}
+        held = shape.parameters - sliced + sliced / slices
+        # Of key heads that are fewer than the ranks each holds a whole one.
+        keys = 2 * shape.layers * shape.width * shape.kv_width
+        held += keys * (1 / min(slices, shape.kv_heads) - 1 / slices)
+        return {"slices": layout.compute_bytes * held}
     packed = {"packed weights": packed_bytes(shape, layout)} if packs else {}
     in_flight = {"weights in flight": in_flight_bytes(shape, layout)}
     return packed | in_flight | working_bytes(shape, layout, at_once=True)

@@ -153,7 +153,8 @@ def _normalizing(
     config: RunConfig, models: Models, work: Work, device: Device, policy: Layout, ranks: int
 ) -> Bytes:
     """What the policy whose answers are scored needs beside the reward model."""
-    rows = -(-config.reward.normalize_prompts // ranks)
+    slices = config.parallel.inference_tp_size
+    rows = -(-config.reward.normalize_prompts * slices // ranks)
     return answering_memory(
         models.policy,
         policy,
@@ -161,7 +162,7 @@ def _normalizing(
         prompt=min(config.dataset.max_prompt_tokens, work.longest),
         new=config.sampling.max_new_tokens,
         packs=decodes_packed(config, models, device),
-        slices=config.parallel.inference_tp_size,
+        slices=slices,
     )
 
 
@@ -220,14 +221,16 @@ def kept_states(
 def _ppo_work(
     config: RunConfig, stage: Stage, models: Models, work: Work, device: Device
 ) -> PPOWork:
+    slices = config.parallel.inference_tp_size
     return PPOWork(
-        rows=work.at_once,
+        # Ranks that hold slices together answer together what each would answer.
+        rows=min(config.generation_batch_size, round(work.rows) * slices),
         prompt=work.longest_prompt,
         new=work.new,
         tokens=work.micro_tokens,
         answered=_answered(work, work.micro_tokens),
         packs=decodes_packed(config, models, device),
-        slices=config.parallel.inference_tp_size,
+        slices=slices,
         hosted=tuple(set(config.parallel.offload) & {"reference", "reward"}),
         num_reward_models=num_reward_models(config, stage),
         has_critic="critic" in stage.trains,

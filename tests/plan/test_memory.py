@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
+from transformers import PreTrainedConfig
 
 from tandem.config.engine import engine_settings
 from tandem.config.load import build_config
 from tandem.config.lora import LoraConfig
 from tandem.config.schema import RunConfig
 from tandem.engine.checks import check_policy
-from tandem.engine.forward import response_logprobs
+from tandem.engine.forward import generation_weights, response_logprobs
 from tandem.engine.placement import prepare_for_training, shard_model
 from tandem.engine.shard_plan import shard_plan
 from tandem.errors import ConfigError
@@ -51,7 +52,7 @@ SHAPE = Shape(
     largest=200,
     layers=2,
     width=10,
-    heads=2,
+    heads=4,
     query_width=10,
     kv_width=10,
     inner=30,
@@ -60,7 +61,6 @@ SHAPE = Shape(
     untied_head=0,
     is_scalar=False,
 )
-DEEP = tiny_config("llama", num_hidden_layers=6, num_key_value_heads=4)
 FAMILIES = ("llama", "opt", "gpt2", "gpt_neox", "qwen2")
 
 
@@ -295,13 +295,15 @@ def test_a_shared_base_counts_once() -> None:
 
 
 def test_slices_divide_the_linear_layers_while_generating() -> None:
-    def weights(parts: int) -> float:
+    def weights(parts: int, shape: Shape = SHAPE) -> float:
         return generation_bytes(
-            SHAPE, Layout(), rows=1, prompt=1, new=1, packs=False, slices=parts
+            shape, Layout(), rows=1, prompt=1, new=1, packs=False, slices=parts
         )["slices"]
 
     assert weights(2) == 4 * (600 + 200)
     assert weights(4) == 4 * (600 + 100)
+    # One head of keys and values, 5 wide: each rank holds all 2 x 10 x 5 weights of a layer.
+    assert weights(4, replace(SHAPE, kv_width=5, query_width=20)) == 4 * (600 + 100 + 150)
 
 
 def test_dpo_has_a_reference_only_without_lora() -> None:
@@ -403,10 +405,11 @@ def test_loading_gathers_what_the_policy_is_checked_with() -> None:
     assert scalar.loading["read or checked, then AdamW and masters"] == 0
 
 
-def held_while_checked(world: World, parts: int) -> int:
-    """The most bytes of whole weights and slices that there are at once in a policy's check."""
+def held_while_checked(world: World, parts: int, kv_heads: int) -> tuple[int, int]:
+    """The most bytes of whole weights and slices that there are at once in a policy's check, and
+    those of a block of KV memory."""
     settings = engine_settings(_sliced(parts))
-    model = new_causal_lm(DEEP, 0)
+    model = new_causal_lm(_deep(kv_heads), 0)
     prepare_for_training(model, settings, 0)
     shard_model(model, shard_plan(3, settings, world, trained=True), world)
     most = 0
@@ -421,7 +424,13 @@ def held_while_checked(world: World, parts: int) -> int:
 
     with register_module_forward_hook(look):
         check_policy(model, tensor_group(world, parts))
-    return most
+    with generation_weights(model, tensor_group(world, parts)):
+        memory = new_memory(model, num_blocks=0)
+    return most, sum(tensor.nbytes for layer in memory.layers for tensor in layer)
+
+
+def _deep(kv_heads: int) -> PreTrainedConfig:
+    return tiny_config("llama", num_hidden_layers=6, num_key_value_heads=kv_heads)
 
 
 def _sliced(parts: int) -> RunConfig:
@@ -429,15 +438,35 @@ def _sliced(parts: int) -> RunConfig:
     return replace(config, lora=LoraConfig(rank=2))
 
 
-@pytest.mark.parametrize(("ranks", "parts"), [(2, 2), (4, 2), (4, 4)])
-def test_a_policy_in_slices_is_loaded_without_being_whole(ranks: int, parts: int) -> None:
-    shape = shape_of(DEEP)
-    plan = plan_memory(_sliced(parts), "ppo", DEEP, ranks=ranks, device=torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("ranks", "parts", "kv_heads"), [(2, 2, 4), (4, 2, 4), (4, 4, 4), (2, 2, 1), (4, 4, 2)]
+)
+def test_a_policy_in_slices_is_loaded_without_being_whole(
+    ranks: int, parts: int, kv_heads: int
+) -> None:
+    config = _deep(kv_heads)
+    shape = shape_of(config)
+    plan = plan_memory(_sliced(parts), "ppo", config, ranks=ranks, device=torch.device("cpu"))
     counted = plan.loading["read or checked, then AdamW and masters"]
     # Counted is the next block too, which is under way on a GPU alone.
     block = 4 * (shape.blocks[0] + shape.adapters(2) / shape.layers)
     assert counted - block < 0.9 * 4 * shape.parameters
-    assert on_ranks(ranks, held_while_checked, parts) == [counted - block] * ranks
+    keys = kv_bytes(shape, 1, 1, Layout(), parts)
+    found = on_ranks(ranks, held_while_checked, parts, kv_heads)
+    assert found == [(counted - block, keys)] * ranks
+
+
+def test_ranks_that_hold_slices_answer_together() -> None:
+    def keys(parts: int) -> float:
+        config = _sliced(parts)
+        plan = plan_memory(config, "ppo", _deep(4), ranks=4, device=torch.device("cpu"))
+        return plan.phases["generate"]["KV memory"]
+
+    # Of 64 prompts 16 on each rank, 32 or 64 by all of a group, in a half or quarter of the heads.
+    assert keys(2) == keys(1) == keys(4)
+    few = replace(_sliced(4), generation_batch_size=16)
+    plan = plan_memory(few, "ppo", _deep(4), ranks=4, device=torch.device("cpu"))
+    assert plan.phases["generate"]["KV memory"] == keys(1) / 4
 
 
 def test_an_untied_head_is_mapped_when_all_other_weights_have_memory() -> None:
