@@ -2,7 +2,7 @@
 
 A rank has an equal share of the query heads and of the inner width (arXiv:1909.08053), and the
 key/value heads that its queries read: an equal share of them too, or, where there are fewer than
-ranks, a copy of the one.
+ranks, a copy of the one. What a fused weight joins is divided part by part.
 """
 
 from __future__ import annotations
@@ -32,6 +32,22 @@ def by_key_heads(size: int, heads: Heads, parts: int) -> Spans:
     return [[(first * width, last * width)] for first, last in _key_heads(heads.keys, parts)]
 
 
+def queries_keys_values(size: int, heads: Heads, parts: int) -> Spans:
+    """All queries, then all keys, then all values, in one weight."""
+    width, queries = size // (heads.queries + 2 * heads.keys), heads.queries
+    of_queries = evenly(queries, heads, parts)
+    return [
+        [
+            (first * width, last * width)
+            for first, last in (
+                *asking,
+                *((start + keys[0], start + keys[1]) for start in (queries, queries + heads.keys)),
+            )
+        ]
+        for asking, keys in zip(of_queries, _key_heads(heads.keys, parts), strict=True)
+    ]
+
+
 def _key_heads(keys: int, parts: int) -> list[tuple[int, int]]:
     """First and last of the key heads that each rank's queries read."""
     if keys >= parts:
@@ -46,7 +62,7 @@ class SlicePlan:
     columns: endings of the names of layers that are sliced along their outputs, and how. rows: of
     those that are sliced along their inputs, evenly. counts: attributes of the modules around them
     that count heads or their numbers, or fewer on each rank. inner_width: the config's name for the
-    width of the MLP's inner layer.
+    width of the MLP's inner layer; where it is None, that is four times the width.
     """
 
     columns: Mapping[str, Cut]
@@ -67,6 +83,12 @@ _PLANS = {
         rows=("out_proj", "fc2"),
         counts=("num_heads",),
         inner_width="ffn_dim",
+    ),
+    "gpt2": SlicePlan(
+        columns={"attn.c_attn": queries_keys_values, "mlp.c_fc": evenly},
+        rows=("attn.c_proj", "mlp.c_proj"),
+        counts=("num_heads", "split_size"),
+        inner_width="n_inner",
     ),
     "gpt_neox": SlicePlan(  # a head's query, key and value side by side
         columns={"attention.query_key_value": evenly, "mlp.dense_h_to_4h": evenly},
@@ -101,7 +123,7 @@ def check_sliceable(config: PreTrainedConfig, parts: int) -> None:
     heads, inner = heads_of(config), _PLANS[config.model_type].inner_width
     for name, number in (
         ("attention heads", heads.queries),
-        (f"inner width ({inner})", getattr(config, inner)),
+        (f"inner width ({inner})", getattr(config, inner) or 4 * config.hidden_size),
     ):
         if number % parts:
             raise ModelError(

@@ -157,3 +157,17 @@ def test_key_heads_that_several_ranks_read(
 
 def test_two_groups_of_two_share_one_key_head() -> None:
     assert_same("gemma", ONE_KEY_HEAD, stage=3, parts=2, size=4)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "stage", "parts", "rank"),
+    [
+        ("gpt2", (), 3, 2, 0),
+        ("gpt2", (), 2, 2, 2),
+        ("gpt2", (("n_inner", 64),), 0, 4, 0),
+    ],
+)
+def test_fused_weights_are_divided_part_by_part(
+    family: str, changes: Changes, stage: int, parts: int, rank: int
+) -> None:
+    assert_same(family, changes, stage=stage, parts=parts, rank=rank)
