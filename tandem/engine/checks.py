@@ -21,7 +21,7 @@ from tandem.models.lm_head import check_head
 from tandem.models.lora import adapters_off
 from tandem.models.modes import evaluating
 from tandem.models.selfcheck import Agreement, check_twin
-from tandem.models.twin import decodes, supports_packing, twin_of
+from tandem.models.twin import decodes, supports_packing, twin_of, why_unpacked
 from tandem.parallel.shard import shards_of
 from tandem.parallel.tensor import TensorGroup
 from tandem.types import TokenBatch
@@ -43,10 +43,16 @@ def check_policy(model: PreTrainedModel, group: TensorGroup | None = None) -> Ag
         how decoding compares with the training forward; with Hugging Face's, only the largest gap.
     Raises:
         ModelError: the model is not supported, Hugging Face's `generate` draws from other
-            distributions than its forward gives, or the plan of its slices is wrong.
+            distributions than its forward gives, or its slices do not decode, or not as it does.
     """
     with generation_weights(model, group):
         check_head(model)
+        if group is not None and not decodes(model):
+            raise ModelError(
+                "tensor-parallel generation must decode from slices, not through Hugging Face's "
+                "generate, which takes whole weights; got a model that does not: "
+                f"{why_unpacked(model)}. Use --inference-tp-size 1."
+            )
         if not decodes(model):
             with evaluating(model):
                 return Agreement(False, math.inf, check_generation(model), 0.0)

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from tandem.errors import ModelError
 from tandem.models.blocks import Heads, attention_heads
+from tandem.models.rope import longrope_border
 from tandem.ops.spans import Spans
 
 Cut = Callable[[int, Heads, int], Spans]
@@ -111,7 +112,8 @@ def check_sliceable(config: PreTrainedConfig, parts: int) -> None:
     """Refuse a model that cannot be sliced into `parts`.
 
     Raises:
-        ModelError: a family without a plan, or heads or widths that `parts` does not divide.
+        ModelError: a family without a plan, heads or widths that `parts` does not divide, or
+            longrope.
     """
     config = config.get_text_config()
     if config.model_type not in _PLANS:
@@ -130,6 +132,12 @@ def check_sliceable(config: PreTrainedConfig, parts: int) -> None:
                 f"--inference-tp-size must divide the model's {name}; got {parts} for {number}. "
                 "Use a divisor."
             )
+    if (border := longrope_border(config)) is not None:
+        raise ModelError(
+            "tensor-parallel generation must keep what it computed of earlier tokens; got a model "
+            f"of family {config.model_type!r} that recomputes it past {border} tokens (longrope). "
+            "Use --inference-tp-size 1."
+        )
     if heads.keys % parts and parts % heads.keys:
         raise ModelError(
             "--inference-tp-size must divide the model's key and value heads, or be a multiple of "

@@ -11,6 +11,7 @@ from torch import Tensor
 from tandem.config.engine import engine_settings
 from tandem.config.lora import LoraConfig
 from tandem.config.schema import ParallelConfig, RunConfig, SamplingConfig
+from tandem.engine.checks import check_policy
 from tandem.engine.forward import generation_weights, response_logprobs, scored
 from tandem.engine.placement import prepare_for_training, shard_model
 from tandem.engine.rollouts import shared_rollout
@@ -27,6 +28,7 @@ from tandem.parallel.tensor import TensorGroup, tensor_group
 from tandem.parallel.world import World
 from tandem.types import PromptRow, Source
 from tests.models.families import EOS, PAD, config_of, ragged_batch, tiny_model
+from tests.models.measure_decoders import tiny_decoder
 from tests.ranks import on_ranks
 
 STOPS = Stops((EOS,), PAD, lambda ids: " ".join(map(str, ids)))
@@ -120,6 +122,30 @@ def wrongly_planned(world: World) -> str:
 
 def test_a_wrong_plan_stops_the_run() -> None:
     assert all(on_ranks(2, wrongly_planned))
+
+
+def without_slices_of_norms(world: World) -> str:
+    slice_plans._PLANS["olmo2"] = slice_plans._PLANS["llama"]  # whose norms are of single heads
+    model = tiny_decoder("olmo2")
+    shard_model(model, shard_plan(3, engine_settings(RunConfig()), world, trained=True), world)
+    try:
+        check_policy(model, tensor_group(world, 2))
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_slices_that_do_not_run_are_not_replaced_by_whole_weights() -> None:
+    for told in on_ranks(2, without_slices_of_norms):
+        assert "must decode from slices" in told
+        assert "that does not: family 'olmo2' does not run on packed tokens (" in told
+
+
+def test_longrope_is_refused_from_the_config() -> None:
+    config = tiny_model("llama").config
+    config.rope_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 32}
+    with pytest.raises(ModelError, match=r"past 32 tokens \(longrope\). Use --inference-tp-size 1"):
+        slice_plans.check_sliceable(config, 2)
 
 
 def refused(world: World, family: str, parts: int) -> str:
