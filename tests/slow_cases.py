@@ -113,6 +113,13 @@ KEPT: Mapping[str, tuple[str, ...]] = {
     "engine/test_placement.py::test_four_ranks_in_two_replicas_train_as_one": ("1-0", "3-2"),
     "engine/test_placement.py::test_two_ranks_train_as_one": ("0-2", "2-0", "2-3"),
     "engine/test_sliced.py::test_two_slices_say_what_the_whole_says": ("llama-2-2", "gemma2-3-2"),
+    "engine/test_sliced_families.py::test_key_heads_that_several_ranks_read": (
+        "gemma-changes0-3-2-0", "llama-changes3-3-4-2",
+    ),
+    "engine/test_sliced_families.py::test_fused_weights_are_divided_part_by_part": (
+        "gpt2-changes0-3-2-0", "gpt2-changes1-2-2-2", "gpt_bigcode-changes3-3-4-0",
+        "phi3-changes7-0-2-0", "glm-changes8-2-2-2",
+    ),
     # Memory, measured in processes of their own.
     "engine/test_allocator.py::test_freed_blocks_are_used_again": (),
     "training/test_memory_flat.py::test_thirty_steps_hold_what_ten_did": (),

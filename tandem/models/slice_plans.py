@@ -8,7 +8,7 @@ ranks, a copy of the one. What a fused weight joins is divided part by part.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
@@ -49,6 +49,21 @@ def queries_keys_values(size: int, heads: Heads, parts: int) -> Spans:
     ]
 
 
+def queries_and_shared_keys(size: int, heads: Heads, parts: int) -> Spans:
+    """StarCoder's: queries, then the one key and the one value; or each head's three in turn."""
+    cut = queries_keys_values if heads.keys < heads.queries else evenly
+    return cut(size, heads, parts)
+
+
+def in_halves(size: int, heads: Heads, parts: int) -> Spans:
+    """Two layers of one width, gate and up, in one weight: a share of either."""
+    half = size // 2
+    return [
+        [(first, last), (half + first, half + last)]
+        for [(first, last)] in evenly(half, heads, parts)
+    ]
+
+
 def _key_heads(keys: int, parts: int) -> list[tuple[int, int]]:
     """First and last of the key heads that each rank's queries read."""
     if keys >= parts:
@@ -62,23 +77,54 @@ class SlicePlan:
 
     columns: endings of the names of layers that are sliced along their outputs, and how. rows: of
     those that are sliced along their inputs, evenly. counts: attributes of the modules around them
-    that count heads or their numbers, or fewer on each rank. inner_width: the config's name for the
-    width of the MLP's inner layer; where it is None, that is four times the width.
+    that count heads or their numbers, and config_counts those of their config. inner_width: the
+    config's name for the width of the MLP's inner layer; where it is None, that is four times the
+    width.
     """
 
     columns: Mapping[str, Cut]
     rows: tuple[str, ...]
-    counts: tuple[str, ...] = field(default=())
+    counts: tuple[str, ...] = ()
+    config_counts: tuple[str, ...] = ()
     inner_width: str = "intermediate_size"
 
 
 _SEPARATE: dict[str, Cut] = {"q_proj": evenly, "k_proj": by_key_heads, "v_proj": by_key_heads}
+_ENDS = ("self_attn.o_proj", "mlp.down_proj")
 _LLAMA = SlicePlan(
     columns=_SEPARATE | {"gate_proj": evenly, "up_proj": evenly},
-    rows=("self_attn.o_proj", "mlp.down_proj"),
+    rows=_ENDS,
 )
 _PLANS = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "granite"), _LLAMA),
+    **dict.fromkeys(
+        (
+            *("apertus", "arcee", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2"),
+            *("gemma3_text", "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "jais2"),
+            *("llama", "ministral", "ministral3", "mistral", "nemotron", "olmo", "qwen2", "qwen3"),
+            *("seed_oss", "smollm3", "vaultgemma"),
+        ),
+        _LLAMA,
+    ),
+    **dict.fromkeys(
+        ("glm", "glm4"),
+        SlicePlan(columns=_SEPARATE | {"gate_up_proj": in_halves}, rows=_ENDS),
+    ),
+    "phi3": SlicePlan(
+        columns={"qkv_proj": queries_keys_values, "gate_up_proj": in_halves},
+        rows=_ENDS,
+        counts=("num_key_value_heads",),
+        config_counts=("num_attention_heads",),
+    ),
+    "phi": SlicePlan(columns=_SEPARATE | {"fc1": evenly}, rows=("self_attn.dense", "mlp.fc2")),
+    "starcoder2": SlicePlan(
+        columns=_SEPARATE | {"mlp.c_fc": evenly}, rows=("self_attn.o_proj", "mlp.c_proj")
+    ),
+    "gpt_bigcode": SlicePlan(
+        columns={"attn.c_attn": queries_and_shared_keys, "mlp.c_fc": evenly},
+        rows=("attn.c_proj", "mlp.c_proj"),
+        counts=("num_heads", "embed_dim"),
+        inner_width="n_inner",
+    ),
     "opt": SlicePlan(
         columns=_SEPARATE | {"fc1": evenly},
         rows=("out_proj", "fc2"),

@@ -8,7 +8,7 @@ of the model in use before a run relies on its plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from tandem.errors import ModelError
 from tandem.models.lora import LoraLayer
 from tandem.models.shared_copy import shared_copy
-from tandem.models.slice_plans import check_sliceable, evenly, heads_of, slice_plan
+from tandem.models.slice_plans import SlicePlan, check_sliceable, evenly, heads_of, slice_plan
 from tandem.ops import dense
 from tandem.ops.spans import Spans, taken
 
@@ -112,10 +112,19 @@ def sliced_twin(
             key: None if weight is None else kept(weight)
             for key, weight in original._parameters.items()
         }
-    for around in {name.rpartition(".")[0] for name in sliced}:
-        counted = twin.get_submodule(around).__dict__
-        counted |= {name: counted[name] // group.size for name in plan.counts if name in counted}
+    _count_own_heads(twin, {name.rpartition(".")[0] for name in sliced}, plan, group.size)
     return twin.eval()
+
+
+def _count_own_heads(twin: nn.Module, around: Collection[str], plan: SlicePlan, parts: int) -> None:
+    """Let the modules around sliced layers count what is left to a rank."""
+    modules = [twin.get_submodule(name) for name in around]
+    configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
+    counted = [(vars(m), plan.counts) for m in modules]
+    counted += [(vars(config), plan.config_counts) for config in configs.values()]
+    for attributes, names in counted:
+        for name in attributes.keys() & names:
+            attributes[name] = max(1, attributes[name] // parts)
 
 
 def _edges(layer: nn.Module) -> tuple[int, int]:

@@ -22,13 +22,15 @@ from tandem.engine.shard_plan import shard_plan
 from tandem.generation.stops import Stops
 from tandem.models.lora import lora_layers
 from tandem.models.selfcheck import Agreement, check_twin
+from tandem.models.slice_plans import _PLANS
 from tandem.models.tensor_parallel import ColumnLinear, RowLinear
 from tandem.models.twin import kv_shapes, twin_of
 from tandem.parallel.dtensor import local
 from tandem.parallel.tensor import tensor_group
 from tandem.parallel.world import World
 from tandem.types import PromptRow, Source
-from tests.models.families import EOS, PAD, ragged_batch, tiny_model
+from tests.models.families import EOS, FAMILIES, PAD, ragged_batch, tiny_model
+from tests.models.measure_decoders import tiny_decoder
 from tests.ranks import on_ranks
 
 STOPS = Stops((EOS,), PAD, lambda ids: " ".join(map(str, ids)))
@@ -90,7 +92,8 @@ def trained_and_generated(
     """Answers before and after a step of training."""
     config = RunConfig(lora=LoraConfig(rank=rank))
     settings = engine_settings(config)
-    model = tiny_model(family, **dict(changes)).eval()
+    made = tiny_model if family in FAMILIES else tiny_decoder
+    model = made(family, **dict(changes)).eval()
     prepare_for_training(model, settings, 0)
     for _, layer in lora_layers(model):
         with torch.no_grad():
@@ -165,9 +168,21 @@ def test_two_groups_of_two_share_one_key_head() -> None:
         ("gpt2", (), 3, 2, 0),
         ("gpt2", (), 2, 2, 2),
         ("gpt2", (("n_inner", 64),), 0, 4, 0),
+        ("gpt_bigcode", (), 3, 4, 0),  # StarCoder's one key head
+        ("gpt_bigcode", (), 2, 2, 2),
+        ("gpt_bigcode heads", (), 3, 2, 2),
+        ("phi3", (), 3, 2, 2),
+        ("phi3", ONE_KEY_HEAD, 0, 2, 0),
+        ("glm", (), 2, 2, 2),
     ],
 )
 def test_fused_weights_are_divided_part_by_part(
     family: str, changes: Changes, stage: int, parts: int, rank: int
 ) -> None:
     assert_same(family, changes, stage=stage, parts=parts, rank=rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "rank"), [(name, n % 2 * 2) for n, name in enumerate(_PLANS)])
+def test_every_family_with_a_plan(family: str, rank: int) -> None:
+    assert_same(family, (), stage=3, parts=2, rank=rank)
