@@ -78,12 +78,6 @@ def frozen_base_problems(parallel: ParallelConfig, lora: LoraConfig) -> Iterator
             f"parallel.{name}, by which a stage goes on with the adapters of an earlier one; got "
             f"{own} for {lora.rank}. Remove it"
         )
-    if parallel.frozen_weights and parallel.inference_tp_size > 1:
-        yield (
-            "parallel.frozen_weights must go without tensor-parallel generation, which slices "
-            f"full weights; got parallel.inference_tp_size {parallel.inference_tp_size}. Use one "
-            "of the two"
-        )
     moved = [name for name in ("params", "reward") if name in parallel.offload]
     if parallel.shared_base and moved:
         yield (

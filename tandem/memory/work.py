@@ -6,7 +6,16 @@ Activations are counted as in arXiv:2205.05198 (section 4.1), for the operations
 from __future__ import annotations
 
 from tandem.memory.dimensions import GATED_KEEPS, Shape
-from tandem.memory.model import FLOAT, Bytes, Layout, in_flight_bytes, working_bytes
+from tandem.memory.model import (
+    FLOAT,
+    FROZEN_BYTES,
+    Bytes,
+    Layout,
+    beside_base,
+    in_flight_bytes,
+    quantized_weights,
+    working_bytes,
+)
 from tandem.ops.logits import BUDGET_BYTES
 from tandem.ops.sizes import BLOCK_TOKENS, PREFILL_TOKENS, SNAPSHOT_SLOTS
 
@@ -227,12 +236,26 @@ def answering_weights(shape: Shape, layout: Layout, *, packs: bool, slices: int 
         packs, slices: as of `generation_bytes`.
     """
     if slices > 1:
-        sliced = shape.linear_weights
-        held = shape.parameters - sliced + sliced / slices
-        # Of key heads that are fewer than the ranks each holds a whole one.
-        keys = 2 * shape.layers * shape.width * shape.kv_width
-        held += keys * (1 / min(slices, shape.kv_heads) - 1 / slices)
-        return {"slices": layout.compute_bytes * held}
+        return _slices(shape, layout, slices)
     packed = {"packed weights": packed_bytes(shape, layout)} if packs else {}
     in_flight = {"weights in flight": in_flight_bytes(shape, layout)}
     return packed | in_flight | working_bytes(shape, layout, at_once=True)
+
+
+def _slices(shape: Shape, layout: Layout, slices: int) -> Bytes:
+    """What a rank holds of a model in slices. Quantized weights' are integers, and their adapters
+    beside them, here counted whole; to other slices they are added."""
+    linear = shape.linear_weights / slices
+    # Of key heads that are fewer than the ranks each holds a whole one.
+    keys = 2 * shape.layers * shape.width * shape.kv_width
+    linear += keys * (1 / min(slices, shape.kv_heads) - 1 / slices)
+    others = shape.parameters - shape.linear_weights
+    if not quantized_weights(shape, layout):
+        return {"slices": layout.compute_bytes * (others + linear)}
+    integers = FROZEN_BYTES[layout.frozen] * (linear + shape.untied_head)
+    others += beside_base(shape, layout) - shape.untied_head
+    most = max(shape.largest_linear / slices, shape.untied_head)
+    return {
+        "slices": integers + layout.compute_bytes * others,
+        "dequantized weights": layout.compute_bytes * most,
+    }

@@ -7,9 +7,9 @@ Source: QLoRA, arXiv:2305.14314. Differs: scales are not quantized again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tandem.errors import ModelError
 from tandem.models.stored import Product, StoredWeight
 from tandem.ops import blockwise, dense, gpu
+from tandem.ops.spans import Span, length, taken
 
 if TYPE_CHECKING:
     from tandem.ops.adapted_gpu import Packed
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _CODES = {"int8": blockwise.INT8, "nf4": blockwise.NF4}
 KINDS = tuple(_CODES)
 """int8: 256 weights a scale, 1.016 bytes a weight. nf4: 64 a scale, 0.531 bytes."""
+BLOCKS = {kind: code.block for kind, code in _CODES.items()}
+"""How many weights of each kind have one scale."""
 
 _MOST_ROWS = 512  # beyond them writing the weight out costs nothing beside the product
 Rows = Callable[[int, int], Tensor]
@@ -216,6 +219,39 @@ class PackedWeight(StoredWeight):
             offset = first - start // numbers_a_byte
             piece.copy_(made[numbers_a_byte][offset : offset + len(piece)])
         return bool(torch.isfinite(read).all())
+
+    @torch.no_grad()
+    def part(self, dim: int, spans: Sequence[Span], whole: Callable[[Tensor], Tensor]) -> Self:
+        """The integers of some rows or columns: a new weight, with the very codes and scales.
+
+        Args:
+            dim: 0 for rows, 1 for columns.
+            whole: all of a parameter, which may be sharded; then all ranks take part.
+        Raises:
+            ModelError: a span would cut a block, whose numbers have one scale.
+        """
+        code, (rows, columns) = self.layout.code, self.shape
+        apart = columns if dim == 0 else 1  # numbers from one index to the next
+        edges = [edge * apart for span in spans for edge in span]
+        edges += [columns] if dim == 1 else []
+        if cut := [edge for edge in edges if edge % code.block]:
+            raise ModelError(
+                f"slices of {self.layout.kind} weights must be of whole blocks of {code.block}; "
+                f"got a weight of {rows} x {columns} cut at number {cut[0]}. Use a smaller "
+                "--inference-tp-size, or --frozen-weights of smaller blocks (nf4) or none."
+            )
+        shape = [rows, columns]
+        shape[dim] = length(spans)
+        made = type(self)(torch.empty(shape, dtype=self.dtype, device="meta"), self.layout.kind)
+        for name, numbers in (
+            ("packed", code.per_byte),
+            ("scales", code.block // code.scale_dtype.itemsize),
+        ):
+            full = whole(getattr(self, name)).view(1 if dim == 0 else rows, -1)
+            scaled = [(apart * first // numbers, apart * last // numbers) for first, last in spans]
+            own = taken(full, 1, scaled).flatten()
+            setattr(made, name, PackedParameter(own, requires_grad=False))
+        return made
 
     def is_floating_point(self) -> bool:
         """False: it consists of integers."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from tandem.errors import ModelError
 from tandem.models.blocks import Heads, attention_heads
+from tandem.models.quantized import BLOCKS
 from tandem.models.rope import longrope_border
 from tandem.ops.spans import Spans
 
@@ -154,12 +155,14 @@ def heads_of(config: PreTrainedConfig) -> Heads:
     return attention_heads(config.get_text_config())[0]
 
 
-def check_sliceable(config: PreTrainedConfig, parts: int) -> None:
+def check_sliceable(config: PreTrainedConfig, parts: int, frozen: str = "") -> None:
     """Refuse a model that cannot be sliced into `parts`.
 
+    Args:
+        frozen: the kind of integers that its weights are, if they are (`quantized.KINDS`).
     Raises:
-        ModelError: a family without a plan, heads or widths that `parts` does not divide, or
-            longrope.
+        ModelError: a family without a plan, heads or widths that `parts` does not divide, or not
+            into whole blocks of integers, or longrope.
     """
     config = config.get_text_config()
     if config.model_type not in _PLANS:
@@ -168,15 +171,20 @@ def check_sliceable(config: PreTrainedConfig, parts: int) -> None:
             f"{config.model_type!r}, plans are there for {', '.join(sorted(_PLANS))}. Use "
             "--inference-tp-size 1."
         )
-    heads, inner = heads_of(config), _PLANS[config.model_type].inner_width
-    for name, number in (
-        ("attention heads", heads.queries),
-        (f"inner width ({inner})", getattr(config, inner) or 4 * config.hidden_size),
-    ):
+    heads, name = heads_of(config), _PLANS[config.model_type].inner_width
+    inner = getattr(config, name) or 4 * config.hidden_size
+    for what, number in (("attention heads", heads.queries), (f"inner width ({name})", inner)):
         if number % parts:
             raise ModelError(
-                f"--inference-tp-size must divide the model's {name}; got {parts} for {number}. "
+                f"--inference-tp-size must divide the model's {what}; got {parts} for {number}. "
                 "Use a divisor."
+            )
+    for width in (heads.queries * heads.width, inner) if frozen and parts > 1 else ():
+        if width // parts % BLOCKS[frozen]:
+            raise ModelError(
+                f"--inference-tp-size must cut widths between blocks of {BLOCKS[frozen]} {frozen} "
+                f"weights; got {parts} for {width}. Use a smaller one, or --frozen-weights of "
+                "smaller blocks (nf4) or none."
             )
     if (border := longrope_border(config)) is not None:
         raise ModelError(

@@ -8,7 +8,7 @@ of the model in use before a run relies on its plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tandem.errors import ModelError
 from tandem.models.lora import LoraLayer
+from tandem.models.quantized import PackedWeight
 from tandem.models.shared_copy import shared_copy
 from tandem.models.slice_plans import SlicePlan, check_sliceable, evenly, heads_of, slice_plan
 from tandem.ops import dense
-from tandem.ops.spans import Spans, taken
+from tandem.ops.spans import Span, Spans, taken
 
 
 class Group(Protocol):
@@ -38,27 +38,52 @@ class Group(Protocol):
         """The sum of all ranks' partial results, in place."""
 
 
-class ColumnLinear(nn.Module):
-    """A linear layer with some of its outputs."""
+class _SlicedLinear(nn.Module):
+    """A slice of a linear layer; beside integers, which cannot be added to, of its adapter too.
 
-    weight: Tensor
+    Attributes:
+        weight: (out, in) of numbers, or a quantized one, `turned` as its layer stores it.
+        lora_a, lora_b: (rank, in), (out, rank), to add with `scale`; None: nothing.
+    """
+
+    weight: Any
     bias: Tensor | None
+    lora_a: Tensor | None
+    lora_b: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lora_a = self.lora_b = None
+        self.turned, self.scale = False, 1.0
+
+    def partial(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., in) -> (..., out) of this slice alone."""
+        if isinstance(self.weight, PackedWeight):
+            out = self.weight.product(x, bias, turned=self.turned, product=dense.linear)
+        else:
+            out = dense.linear(x, self.weight, bias)
+        if self.lora_a is None or self.lora_b is None:
+            return out
+        inner = dense.linear(x.to(self.lora_a.dtype), self.lora_a, None) * self.scale
+        return out + dense.linear(inner, self.lora_b, None).to(out.dtype)
+
+
+class ColumnLinear(_SlicedLinear):
+    """A linear layer with some of its outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out / parts)."""
-        return dense.linear(x, self.weight, self.bias)
+        return self.partial(x, self.bias)
 
 
-class RowLinear(nn.Module):
+class RowLinear(_SlicedLinear):
     """A linear layer with some of its inputs; the results are summed over all slices."""
 
-    weight: Tensor
-    bias: Tensor | None
     add_up: Callable[[Tensor], Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in / parts) -> (..., out), the same on every rank."""
-        summed = self.add_up(dense.linear(x, self.weight, None))
+        summed = self.add_up(self.partial(x, None))
         return summed if self.bias is None else summed + self.bias.to(summed.dtype)
 
 
@@ -73,7 +98,7 @@ def sliced_twin(
     """A twin whose planned layers hold this rank's slice of their weights; all others are whole.
 
     Adapters are merged into the slices, which are temporary; the model's own weights stay as they
-    are.
+    are. Slices of quantized weights are integers too, beside which adapters are sliced.
 
     Args:
         whole: all of a weight.
@@ -85,13 +110,13 @@ def sliced_twin(
     originals = {copied: module for module, copied in copies.items()}
     twin = copies[model]
     assert isinstance(twin, PreTrainedModel)
-    taken: dict[int, Tensor] = {}
+    gathered: dict[int, Tensor] = {}
 
     def kept(weight: Tensor) -> Tensor:
         """The whole weight, gathered once if it is tied."""
-        if id(weight) not in taken:
-            taken[id(weight)] = nn.Parameter(_cast(whole(weight), dtype), requires_grad=False)
-        return taken[id(weight)]
+        if id(weight) not in gathered:
+            gathered[id(weight)] = _frozen(whole(weight), dtype)
+        return gathered[id(weight)]
 
     sliced: set[str] = set()
     for name, module in list(twin.named_modules()):
@@ -141,35 +166,48 @@ def _layer(
     whole: Callable[[Tensor], Tensor],
     dtype: torch.dtype | None,
 ) -> nn.Module:
-    weight = original.weight
-    if not weight.is_floating_point():
-        raise ModelError(
-            "tensor-parallel generation must slice weights that are not quantized; got "
-            f"{weight.dtype}. Leave --frozen-weights off, or --inference-tp-size 1."
-        )
     layer: Any = ColumnLinear() if is_column else RowLinear()
-    is_turned = isinstance(original, Conv1D)
-    own = group.slice(weight, int(is_column == is_turned), spans)
-    if is_turned:
-        own = own.t()
-    acting = original.acting() if isinstance(original, LoraLayer) else None
-    if acting is not None:
-        a, b = (whole(part.weight) for part in acting)
-        if is_column:
-            b = taken(b, 0, spans[group.index])
-        else:
-            a = taken(a, 1, spans[group.index])
-        own = own + ((b @ a) * original.scale).to(own.dtype)
-    layer.weight = nn.Parameter(_cast(own, dtype), requires_grad=False)
+    weight, is_turned = original.weight, isinstance(original, Conv1D)
+    dim = int(is_column == is_turned)
+    adapter = _sliced_adapter(original, is_column, spans[group.index], whole)
+    if isinstance(weight, PackedWeight):
+        layer.weight, layer.turned = weight.part(dim, spans[group.index], whole), is_turned
+        if adapter is not None:
+            layer.lora_a, layer.lora_b = (_frozen(part, dtype) for part in adapter)
+            layer.scale = original.scale
+    else:
+        own = group.slice(weight, dim, spans)
+        own = own.t() if is_turned else own
+        if adapter is not None:
+            a, b = adapter
+            own = own + ((b @ a) * original.scale).to(own.dtype)
+        layer.weight = _frozen(own, dtype)
     bias = original.bias
     if bias is not None:
         full = group.slice(bias, 0, spans) if is_column else whole(bias)
-        bias = nn.Parameter(_cast(full, dtype), requires_grad=False)
+        bias = _frozen(full, dtype)
     layer.bias = bias
     if not is_column:
         layer.add_up = group.add_up
     return layer
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+def _sliced_adapter(
+    layer: nn.Module,
+    is_column: bool,
+    spans: Sequence[Span],
+    whole: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor] | None:
+    """A and B of a layer's adapter, where it has one that acts, as far as its slice needs them."""
+    acting = layer.acting() if isinstance(layer, LoraLayer) else None
+    if acting is None:
+        return None
+    a, b = (whole(part.weight) for part in acting)
+    return (a, taken(b, 0, spans)) if is_column else (taken(a, 1, spans), b)
+
+
+def _frozen(tensor: Tensor, dtype: torch.dtype | None) -> nn.Parameter:
+    """In another type, if it is of floats."""
+    if dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(dtype)
+    return nn.Parameter(tensor, requires_grad=False)

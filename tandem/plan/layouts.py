@@ -173,7 +173,7 @@ def _candidates(
         frozen,
         shared,
     ), moved, tokens, parts, checkpointing, kept in combinations:
-        if parts > 1 and (actor != 3 or frozen):
+        if parts > 1 and actor != 3:
             continue
         yield {
             "parallel.actor_zero_stage": actor,

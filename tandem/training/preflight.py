@@ -162,7 +162,8 @@ def check_parallel(config: RunConfig, world: World, policy: str) -> None:
     if parts > 1:
         check_divides(world, parts)
         source = locate(policy)
-        check_sliceable(load_config(source, trust_remote_code=config.trust_remote_code), parts)
+        found = load_config(source, trust_remote_code=config.trust_remote_code)
+        check_sliceable(found, parts, config.parallel.frozen_weights)
     trains_both = leaving(config.stages, "reward model") and of_family(config.stages, "rl")
     if config.parallel.shared_base and trains_both and config.reward_model:
         start = checkpoint_ref_of(config.reward_model, unmerged=True).base

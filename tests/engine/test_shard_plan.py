@@ -51,10 +51,6 @@ def test_knobs_that_do_not_go_together(policy: str) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             Placement(engine_settings(config), World())
-    sliced = configured("int8")
-    sliced = replace(sliced, parallel=replace(sliced.parallel, inference_tp_size=2))
-    with pytest.raises(ConfigError, match=r"without tensor-parallel generation.*inference_tp_size"):
-        check_layout(engine_settings(sliced), World())
     with pytest.raises(ConfigError, match=r"ZeRO stage 0 over several ranks.*got stages 2 and 2"):
         check_layout(engine_settings(configured("", shared=True, stage=2)), World(0, 2))
     check_layout(engine_settings(configured("", shared=True, stage=2)), World())

@@ -141,6 +141,18 @@ def test_slices_that_do_not_run_are_not_replaced_by_whole_weights() -> None:
         assert "that does not: family 'olmo2' does not run on packed tokens (" in told
 
 
+def test_integers_are_cut_between_blocks() -> None:
+    config = tiny_model("llama").config
+    config.head_dim, config.intermediate_size = 64, 512
+    slice_plans.check_sliceable(config, 4, "nf4")
+    slice_plans.check_sliceable(config, 1, "int8")
+    with pytest.raises(ModelError, match="between blocks of 256 int8 weights; got 2 for 256"):
+        slice_plans.check_sliceable(config, 2, "int8")
+    config.intermediate_size = 224
+    with pytest.raises(ModelError, match="between blocks of 64 nf4 weights; got 2 for 224"):
+        slice_plans.check_sliceable(config, 2, "nf4")
+
+
 def test_longrope_is_refused_from_the_config() -> None:
     config = tiny_model("llama").config
     config.rope_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 32}

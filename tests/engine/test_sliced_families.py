@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from tandem.config.engine import engine_settings
-from tandem.config.schema import LoraConfig, OptimizerConfig, RunConfig, SamplingConfig
+from tandem.config.schema import (
+    LoraConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    SamplingConfig,
+)
 from tandem.engine.forward import rank_micro_batches_of, response_logprobs
 from tandem.engine.learner import Learner
 from tandem.engine.placement import prepare_for_training, shard_model
@@ -46,13 +52,13 @@ Changes = tuple[tuple[str, Any], ...]
 @dataclass(frozen=True)
 class Generated:
     """One generation phase: greedy answers and their log-probs, the check of the twin, each
-    layer's key heads, elements of the slices, and what Hugging Face answers (alone)."""
+    layer's key heads, the types of the slices' numbers, and what Hugging Face answers (alone)."""
 
     tokens: Tensor
     logprobs: Tensor
     agreement: Agreement
     key_heads: set[int]
-    in_slices: int
+    types: set[torch.dtype]
     hugging_face: list[tuple[int, ...]]
 
 
@@ -65,7 +71,7 @@ def generated(world: World, model: Any, config: RunConfig, parts: int) -> Genera
         rollout = shared_rollout(model, PROMPTS, settings, STOPS, step=2, group=group)
         slices = [m for m in twin_of(model).modules() if isinstance(m, ColumnLinear | RowLinear)]
         held = [weakref.ref(p) for part in slices for p in part.parameters()]
-        count = sum(p.numel() for part in slices for p in part.parameters())
+        types = {p.dtype for part in slices for p in part.parameters()}
         del slices
         heads = {shape.kv_heads for shape in kv_shapes(model)}
     for name, parameter in model.named_parameters():
@@ -73,7 +79,7 @@ def generated(world: World, model: Any, config: RunConfig, parts: int) -> Genera
     assert not any(slice_of() for slice_of in held), "slices are given back"
     asked = [] if world.size > 1 else [hugging_face(model, row) for row in PROMPTS]
     ids = rollout.batch.token_ids
-    return Generated(ids, rollout.rollout_logprobs, agreement, heads, count, asked)
+    return Generated(ids, rollout.rollout_logprobs, agreement, heads, types, asked)
 
 
 def hugging_face(model: Any, row: PromptRow) -> tuple[int, ...]:
@@ -87,10 +93,11 @@ def hugging_face(model: Any, row: PromptRow) -> tuple[int, ...]:
 
 
 def trained_and_generated(
-    world: World, family: str, changes: Changes, stage: int, parts: int, rank: int
+    world: World, family: str, changes: Changes, stage: int, parts: int, rank: int, frozen: str
 ) -> list[Generated]:
     """Answers before and after a step of training."""
-    config = RunConfig(lora=LoraConfig(rank=rank))
+    parallel = ParallelConfig(frozen_weights=frozen)  # type: ignore[arg-type]
+    config = RunConfig(lora=LoraConfig(rank=rank), parallel=parallel)
     settings = engine_settings(config)
     made = tiny_model if family in FAMILIES else tiny_decoder
     model = made(family, **dict(changes)).eval()
@@ -110,19 +117,27 @@ def trained_and_generated(
 
 
 @cache
-def alone(family: str, changes: Changes, rank: int) -> list[Generated]:
-    found = trained_and_generated(World(), family, changes, 0, 1, rank)
+def alone(family: str, changes: Changes, rank: int, frozen: str) -> list[Generated]:
+    found = trained_and_generated(World(), family, changes, 0, 1, rank, frozen)
     assert not torch.equal(found[0].logprobs, found[1].logprobs), "a step that changes something"
     return found
 
 
 def assert_same(
-    family: str, changes: Changes, *, stage: int, parts: int, size: int = 0, rank: int = 0
+    family: str,
+    changes: Changes,
+    *,
+    stage: int,
+    parts: int,
+    size: int = 0,
+    rank: int = 0,
+    frozen: str = "",
 ) -> list[list[Generated]]:
     """Every rank's answers are those of one process and of Hugging Face, before and after a step;
     what they made."""
-    expected = alone(family, changes, rank)
-    made = on_ranks(size or parts, trained_and_generated, family, changes, stage, parts, rank)
+    expected = alone(family, changes, rank, frozen)
+    case = family, changes, stage, parts, rank, frozen
+    made = on_ranks(size or parts, trained_and_generated, *case)
     for found in made:
         for ours, one, tolerance in zip(found, expected, (2e-5, 2e-4), strict=True):
             rows = [
@@ -186,3 +201,26 @@ def test_fused_weights_are_divided_part_by_part(
 @pytest.mark.parametrize(("family", "rank"), [(name, n % 2 * 2) for n, name in enumerate(_PLANS)])
 def test_every_family_with_a_plan(family: str, rank: int) -> None:
     assert_same(family, (), stage=3, parts=2, rank=rank)
+
+
+WIDE = (("hidden_size", 128), ("head_dim", 32), ("intermediate_size", 256))
+WIDER = (
+    *(("hidden_size", 512), ("head_dim", 128), ("intermediate_size", 512)),
+    ("initializer_range", 0.05),
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "stage", "parts", "frozen"),
+    [
+        ("llama", WIDE, 3, 2, "nf4"),
+        ("llama", WIDER, 2, 2, "int8"),
+        ("gemma", (*WIDE, *ONE_KEY_HEAD), 0, 2, "nf4"),
+        ("gpt2", (("n_embd", 128),), 3, 2, "nf4"),
+    ],
+)
+def test_slices_of_integers_are_integers(
+    family: str, changes: Changes, stage: int, parts: int, frozen: str
+) -> None:
+    made = assert_same(family, changes, stage=stage, parts=parts, rank=2, frozen=frozen)
+    assert all(torch.uint8 in phase.types for found in made for phase in found)

@@ -45,6 +45,35 @@ from .test_frozen import all_equal, kinds, logprobs, own_logits, packed_weights,
 BYTES = {"int8": 1 + 4 / 256, "nf4": 0.5 + 2 / 64}
 
 
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize(
+    ("dim", "spans"),
+    [(0, [(1, 3)]), (0, [(0, 1), (3, 4), (6, 8)]), (1, [(256, 768)]), (1, [(0, 256), (512, 768)])],
+)
+def test_a_part_has_the_numbers_of_the_whole(
+    kind: str, dim: int, spans: list[tuple[int, int]]
+) -> None:
+    weight = torch.randn(8, 768, generator=torch.Generator().manual_seed(0))
+    packed = PackedWeight(weight, kind)
+    part = packed.part(dim, spans, lambda tensor: tensor)
+    held = torch.tensor([i for first, last in spans for i in range(first, last)])
+    assert torch.equal(part.dequantized(), packed.dequantized().index_select(dim, held))
+    assert part.packed.nbytes + part.scales.nbytes == BYTES[kind] * part.numel()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dim", "span", "cut"),
+    [("int8", 1, (0, 384), 384), ("nf4", 1, (32, 64), 32), ("nf4", 0, (0, 1), 96)],
+)
+def test_a_part_of_a_block_is_refused(kind: str, dim: int, span: tuple[int, int], cut: int) -> None:
+    columns = 96 if dim == 0 else 768
+    packed = PackedWeight(torch.ones(8, columns), kind)
+    block = {"int8": 256, "nf4": 64}[kind]
+    message = f"whole blocks of {block}; got a weight of 8 x {columns} cut at number {cut}. Use a"
+    with pytest.raises(ModelError, match=message):
+        packed.part(dim, [span], lambda tensor: tensor)
+
+
 @pytest.mark.parametrize("shape", [(16, 64), (5, 7), (3,), (1, 1)])
 def test_numbers_that_the_integers_have_come_back_exactly(shape: tuple[int, ...]) -> None:
     count = torch.Size(shape).numel()

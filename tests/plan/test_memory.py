@@ -456,6 +456,31 @@ def test_a_policy_in_slices_is_loaded_without_being_whole(
     assert found == [(counted - block, keys)] * ranks
 
 
+def held_in_slices(world: World, config: RunConfig, model_config: PreTrainedConfig) -> int:
+    """Bytes of the weights that a rank generates with, without adapters."""
+    settings = engine_settings(config)
+    model = new_causal_lm(model_config, 0)
+    prepare_for_training(model, settings, 0)
+    shard_model(model, shard_plan(3, settings, world, trained=True), world)
+    with generation_weights(model, tensor_group(world, world.size)):
+        named = twin_of(model).named_parameters()
+        return sum(p.nbytes for name, p in named if ".lora_" not in name)
+
+
+@pytest.mark.parametrize("frozen", ["", "nf4"])
+def test_slices_are_what_a_rank_holds(frozen: str) -> None:
+    config = _sliced(2)
+    config = replace(config, parallel=replace(config.parallel, frozen_weights=frozen))  # type: ignore[arg-type]
+    wide = tiny_config(
+        "llama", hidden_size=128, head_dim=32, intermediate_size=256, num_key_value_heads=1
+    )
+    plan = plan_memory(config, "ppo", wide, ranks=2, device=torch.device("cpu"))
+    counted = plan.phases["generate"]["slices"]
+    if frozen:
+        counted -= 4 * shape_of(wide).adapters(2)
+    assert on_ranks(2, held_in_slices, config, wide) == [counted] * 2
+
+
 def test_ranks_that_hold_slices_answer_together() -> None:
     def keys(parts: int) -> float:
         config = _sliced(parts)

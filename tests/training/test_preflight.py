@@ -50,8 +50,12 @@ def test_slices_that_cannot_be(
     )
     with pytest.raises((ConfigError, ModelError), match=line):
         check_parallel(config, world, tiny_model)
-    check_parallel(replace(config, parallel=replace(config.parallel, inference_tp_size=2)), FOUR,
-                   tiny_model)  # fmt: skip
+    halves = replace(config.parallel, inference_tp_size=2)
+    check_parallel(replace(config, parallel=halves), FOUR, tiny_model)
+    integers = replace(halves, frozen_weights="nf4")
+    adapted = replace(config, parallel=integers, lora=replace(config.lora, rank=2))
+    with pytest.raises(ModelError, match="must cut widths between blocks of 64 nf4 weights"):
+        check_parallel(adapted, FOUR, tiny_model)
 
 
 def test_ranks_without_a_row_are_said_with_their_knob() -> None:
