@@ -92,6 +92,16 @@ def shares_among(stages: Iterable[str]) -> tuple[float, ...]:
     return tuple(size if share in running else 0.0 for share, size in sizes)
 
 
+def share_bounds(shares: Sequence[float]) -> list[float]:
+    """Where each share's part of [0, 1) ends, the last one's at exactly 1.
+
+    Example: share_bounds([2, 4, 4]) is [0.2, 0.6, 1.0]. `sum` would not do for the whole: from
+    Python 3.12 on it rounds less than `accumulate`, and the last share might end below 1.
+    """
+    ends = list(accumulate(shares))
+    return [end / ends[-1] for end in ends]
+
+
 class Split:
     """Shares of the prompts, as configured.
 
@@ -110,7 +120,7 @@ class Split:
                 f"got {','.join(map(str, shares))}. Write for example 2,4,4."
             )
         self._heldout = heldout
-        self._bounds = [bound / sum(shares) for bound in accumulate(shares)]
+        self._bounds = share_bounds(shares)
 
     def place_of(self, key: bytes) -> Place:
         """The share of samples with this `split_key`, or "heldout"."""

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 
 from tandem.config import stages
 from tandem.config.schema import RunConfig
 from tandem.config.stages import Share, are_apart, in_order
-from tandem.data.split import DEFAULT_SHARES, SHARES, share_of, shares_among
+from tandem.data.split import DEFAULT_SHARES, SHARES, share_bounds, share_of, shares_among
 from tandem.errors import ConfigError
 from tandem.parallel.world import World
 from tandem.training.provenance import recorded
@@ -113,7 +112,7 @@ def _overlaps(
 
 def _range(shares: Shares, share: Share) -> tuple[float, float]:
     """The part of [0, 1) to which the share's prompts are hashed."""
-    bounds = [0.0, *(bound / sum(shares) for bound in accumulate(shares))]
+    bounds = [0.0, *share_bounds(shares)]
     place = SHARES.index(share)
     return bounds[place], bounds[place + 1]
 
