@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import signal
 import sys
 from types import FrameType
 
+from tandem.garbage import leave_garbage
 from tandem.stopping import handling
 
 
@@ -18,8 +18,7 @@ def main() -> int:
     # These imports may take seconds, and Ctrl-C during them would print a traceback.
     with handling(_leave):
         from tandem.cli import main as command
-    # As it ends, Python would look for garbage in all that torch has made, which takes a second.
-    atexit.register(gc.freeze)
+    atexit.register(leave_garbage)
     return command()
 
 

@@ -52,3 +52,16 @@ def no_collection_of_old_objects() -> Iterator[None]:
     finally:
         _is_frozen = False
         gc.unfreeze()
+
+
+def leave_garbage() -> None:
+    """For `atexit`: have Python end without looking for garbage in all that torch has made, which
+    takes a second.
+
+    Except where a library made with nanobind is loaded: as Python ends, it prints what is left of
+    its types, as leaks. torch 2.15 loads Triton 3.9, which is one.
+    """
+    if any(kind.__module__ == "nanobind" for kind in type.__subclasses__(type)):
+        gc.unfreeze()
+    else:
+        gc.freeze()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -31,6 +32,7 @@ for _number in (signal.SIGINT, signal.SIGHUP):
         )
 
 
+atexit.register(garbage.leave_garbage)
 # Collecting makes millions of objects, and nearly all stay.
 gc.disable()
 
