@@ -60,7 +60,8 @@ def _child(folder: str, loader: str, answer: Connection) -> None:
     outcome = Outcome()
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
-        tries_template = event.startswith("subprocess") and "try_template" in str(arguments)
+        starts = event in ("subprocess.Popen", "os.posix_spawn")  # by both from Python 3.13 on
+        tries_template = starts and "try_template" in str(arguments)
         if event in _FORBIDDEN and not tries_template:
             outcome.acts.append(f"{event} {arguments!r:.200}")
 
