@@ -1,4 +1,5 @@
-"""What every bench test needs: torch's threads as they were, for commands set them."""
+"""What every bench test needs: torch's threads and transformers' log level as they were, for
+commands set them."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.utils import logging as hf_logging
 
 from bench import generation, harness, limits, serve, step3
 from tandem import cli
@@ -21,6 +23,13 @@ def _threads() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    level = hf_logging.get_verbosity()
+    yield
+    hf_logging.set_verbosity(level)
 
 
 @cache
