@@ -255,13 +255,11 @@ def built(case: Case, arch: int) -> Built:
 
 def _resources(ptx: str) -> tuple[int, int]:
     """Registers of a thread, and bytes spilled to memory, as the assembler tells them."""
-    from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas
 
     target = re.search(r"\.target (sm_\w+)", ptx)
     assert target is not None
-    blackwell = int(re.sub(r"\D", "", target[1])) >= 100
-    tools = knobs.nvidia
-    assembler = tools.ptxas_blackwell if blackwell else tools.ptxas
+    assembler = get_ptxas(int(re.sub(r"\D", "", target[1])))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx, encoding="utf-8")
