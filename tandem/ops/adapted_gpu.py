@@ -155,7 +155,8 @@ def _adapted_linear(
     _adapted_rows[(triton.cdiv(n, rows), count)](
         x, *given, x if table is None else table, out, n, *sizes, *ranks, *scales, INPUTS=inputs,
         BIASED=biases is not weights, IN_PARTS=x.dtype == torch.bfloat16, KIND=kind, BLOCK=block,
-        ROWS=rows, OUTPUTS=outputs, STEP=step, RANK_PAD=rank, num_warps=warps, num_stages=stages,
+        ROWS=rows, OUTPUTS=outputs, STEP=step, RANK_PAD=rank,
+        enable_fp_fusion=True, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 

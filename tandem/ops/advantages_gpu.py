@@ -48,7 +48,7 @@ def advantages_gpu(
         block = min(_BLOCK, triton.next_power_of_2(length))
         _scan_row[(rows,)](
             rewards, values, mask, advantages, returns, length, gamma, gamma * lam, BLOCK=block,
-            num_warps=4,
+            enable_fp_fusion=True, num_warps=4,
         )  # fmt: skip
     return advantages, returns
 

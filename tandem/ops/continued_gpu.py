@@ -73,7 +73,8 @@ def _continued(
         HEADS=heads, GROUP=query_heads // heads, BLOCK=BLOCK_TOKENS, WINDOW=window,
         CAPPED=softcap != 0, SIZE=size, K_WIDTH=key_width, K_PAD=padded(key_width),
         V_WIDTH=value_width, V_PAD=padded(value_width),
-        ROWS_PAD=triton.next_power_of_2(max(1, sequences)), num_warps=warps, num_stages=2,
+        ROWS_PAD=triton.next_power_of_2(max(1, sequences)),
+        enable_fp_fusion=True, num_warps=warps, num_stages=2,
     )  # fmt: skip
     return out
 

@@ -130,7 +130,7 @@ def _launch_norm(
         x, x if delta is None else delta, weight, weight if bias is None else bias,
         normed if summed is None else summed, normed, eps,
         WIDTH=width, PAD=triton.next_power_of_2(width), ADDS=delta is not None, KIND=kind,
-        BIASED=bias is not None, num_warps=_warps(width),
+        BIASED=bias is not None, enable_fp_fusion=True, num_warps=_warps(width),
     )  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def _norm_backward(
         _norm_rows_backward[(min(rows, _PARTS) if trains else rows,)](
             h, of_norm, of_norm if of_sum is None else of_sum, weight, made, sums, rows, eps,
             WIDTH=width, PAD=triton.next_power_of_2(width), KIND=kind, ADDS=of_sum is not None,
-            TRAINS=trains, PARTS=_PARTS, num_warps=_warps(width),
+            TRAINS=trains, PARTS=_PARTS, enable_fp_fusion=True, num_warps=_warps(width),
         )  # fmt: skip
     return made, sums
 
@@ -297,7 +297,7 @@ def _gate(gate_up: Tensor, kind: int) -> Tensor:
     if out.numel():
         _gate_rows[(out.numel() // width, triton.cdiv(width, 1024))](
             gate_up, gate_up, gate_up, out, WIDTH=width, KIND=kind, BACKWARD=False, KEEPS=True,
-            BLOCK=1024, num_warps=4,
+            BLOCK=1024, enable_fp_fusion=True, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -318,7 +318,7 @@ def gate_backward(
     if gradient.numel():
         _gate_rows[(gradient.numel() // width, triton.cdiv(width, 1024))](
             gate_up, gradient, made, out, WIDTH=width, KIND=kind, BACKWARD=True, KEEPS=again,
-            BLOCK=1024, num_warps=4,
+            BLOCK=1024, enable_fp_fusion=True, num_warps=4,
         )  # fmt: skip
     return made, out
 

@@ -75,8 +75,9 @@ def _row_numbers(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
     numbers = torch.empty((3, n), device=logits.device)
     if n:
         _read_row[(n,)](
-            logits, targets, numbers, n, vocabulary, 1.0 / temperature, BLOCK=_BLOCK, num_warps=8
-        )
+            logits, targets, numbers, n, vocabulary, 1.0 / temperature, BLOCK=_BLOCK,
+            enable_fp_fusion=True, num_warps=8,
+        )  # fmt: skip
     return numbers
 
 
@@ -95,7 +96,8 @@ def _row_gradients(
         _write_row[(n, triton.cdiv(vocabulary, _BLOCK))](
             logits, targets, sums, entropy, of_logprobs,
             of_logprobs if of_entropy is None else of_entropy, made, vocabulary, 0,
-            1.0 / temperature, ENTROPY=of_entropy is not None, BLOCK=_BLOCK, num_warps=8,
+            1.0 / temperature, ENTROPY=of_entropy is not None, BLOCK=_BLOCK,
+            enable_fp_fusion=True, num_warps=8,
         )  # fmt: skip
 
 

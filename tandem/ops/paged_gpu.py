@@ -141,12 +141,13 @@ def _paged(
         K_WIDTH=key_width, K_PAD=_padded(key_width),
         V_WIDTH=value_width, V_PAD=_padded(value_width),
         BY_ADDRESS=keys.dtype == torch.int64, TURNING=0 if cos is None else cos.shape[-1],
-        num_warps=4, num_stages=2 if wide else 3,
+        enable_fp_fusion=True, num_warps=4, num_stages=2 if wide else 3,
     )  # fmt: skip
     _merge_chunks[(n, query_heads)](
         sums, tops, positions, positions if sinks is None else sinks, out, chunks,
         HEADS=heads, GROUP=group, CHUNK_TOKENS=CHUNK, WINDOW=window,
-        V_WIDTH=value_width, V_PAD=_padded(value_width), SINKS=sinks is not None, num_warps=2,
+        V_WIDTH=value_width, V_PAD=_padded(value_width), SINKS=sinks is not None,
+        enable_fp_fusion=True, num_warps=2,
     )  # fmt: skip
     return out
 

@@ -44,8 +44,9 @@ def dequantize_gpu(
     numel = out.numel()
     if numel:
         _unpack[(triton.cdiv(numel, _UNPACKED),)](
-            codes, scales, table, out, numel, KIND=kind, BLOCK=block, SIZE=_UNPACKED, num_warps=4
-        )
+            codes, scales, table, out, numel, KIND=kind, BLOCK=block, SIZE=_UNPACKED,
+            enable_fp_fusion=True, num_warps=4,
+        )  # fmt: skip
 
 
 @dequantize_gpu.register_fake
@@ -71,7 +72,7 @@ def packed_linear(
         _packed_rows[(triton.cdiv(outputs, wide),)](
             x, codes, scales, table, out, n, outputs, INPUTS=inputs, KIND=kind, BLOCK=block,
             STEP=max(128, block), ROWS_PAD=max(16, triton.next_power_of_2(n)), OUTPUTS=wide,
-            num_warps=4, num_stages=3,
+            enable_fp_fusion=True, num_warps=4, num_stages=3,
         )  # fmt: skip
     return out
 

@@ -75,7 +75,7 @@ def _turn(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, back: bool)
         _turn_heads[(n, triton.cdiv(total, block))](
             q, k, v, cos, sin, out, q.stride(0), k.stride(0), v.stride(0),
             QUERY_HEADS=query_heads, HEADS=heads, WIDTH=width, PAD=triton.next_power_of_2(width),
-            TURNING=turning, BLOCK=block, BACKWARD=back, num_warps=4,
+            TURNING=turning, BLOCK=block, BACKWARD=back, enable_fp_fusion=True, num_warps=4,
         )  # fmt: skip
     return out
 

@@ -73,7 +73,7 @@ def sample_gpu(
     _sum_chunks[(n, chunks)](
         logits, drawn, stop_ids, token_numbers, sums, logits.stride(0), drawn.stride(0),
         vocabulary, 1.0 / temperature, chunks, min_new_tokens,
-        BANS=bans, TWO=changed is not None, CHUNK_LOGITS=CHUNK, num_warps=8,
+        BANS=bans, TWO=changed is not None, CHUNK_LOGITS=CHUNK, enable_fp_fusion=True, num_warps=8,
     )  # fmt: skip
     truncates = 0 < top_k < vocabulary or top_p < 1 or min_p > 0
     _draw_rows[(n,)](
@@ -82,7 +82,7 @@ def sample_gpu(
         top_k, top_p, min_p, min_new_tokens,
         BANS=bans, TOP_K=0 < top_k < vocabulary, TOP_P=top_p < 1, MIN_P=min_p > 0,
         TRUNCATES=truncates, CHUNK_LOGITS=CHUNK, CHUNKS_PAD=triton.next_power_of_2(chunks),
-        num_warps=8,
+        enable_fp_fusion=True, num_warps=8,
     )  # fmt: skip
     return tokens, numbers
 

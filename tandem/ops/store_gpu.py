@@ -41,7 +41,7 @@ def store_kv_gpu(
         block_tables.stride(0), sequences, STEPS=max(1, (sequences - 1).bit_length()),
         K_NUMBERS=heads * key_width, V_NUMBERS=heads * v.shape[2],
         PAD=triton.next_power_of_2(heads * max(key_width, v.shape[2])), BLOCK=BLOCK_TOKENS,
-        num_warps=4,
+        enable_fp_fusion=True, num_warps=4,
     )  # fmt: skip
 
 

@@ -109,7 +109,7 @@ def _settings(
         "GROUP": q.shape[1] // k.shape[1], "WINDOW": window, "CAPPED": cap != 0, "SIZE": size,
         "K_WIDTH": q.shape[2], "K_PAD": padded(q.shape[2]), "V_WIDTH": v.shape[2],
         "V_PAD": padded(v.shape[2]), "ROWS_PAD": triton.next_power_of_2(max(1, sequences)),
-        "num_warps": warps, "num_stages": 2,
+        "enable_fp_fusion": True, "num_warps": warps, "num_stages": 2,
     }  # fmt: skip
 
 

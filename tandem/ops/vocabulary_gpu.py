@@ -163,7 +163,7 @@ def fold_tile(
     if n:
         _fold_tile[(n,)](
             logits, targets, numbers, n, columns, first, 1.0 / temperature,
-            BLOCK=_BLOCK, num_warps=8,
+            BLOCK=_BLOCK, enable_fp_fusion=True, num_warps=8,
         )  # fmt: skip
 
 
@@ -183,7 +183,8 @@ def tile_gradient(
         _write_row[(n, triton.cdiv(columns, _BLOCK))](
             logits, targets, sums, entropy, of_logprobs,
             of_logprobs if of_entropy is None else of_entropy, made, columns, first,
-            1.0 / temperature, ENTROPY=of_entropy is not None, BLOCK=_BLOCK, num_warps=8,
+            1.0 / temperature, ENTROPY=of_entropy is not None, BLOCK=_BLOCK,
+            enable_fp_fusion=True, num_warps=8,
         )  # fmt: skip
 
 

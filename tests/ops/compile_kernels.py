@@ -246,7 +246,7 @@ def built(case: Case, arch: int) -> Built:
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
     constants = {(names.index(n),): value for n, value in case.constants.items()}
     source = ASTSource(kernel, signature, constants, attributes)
-    options = {"num_warps": case.warps, "num_stages": case.stages}
+    options = {"enable_fp_fusion": True, "num_warps": case.warps, "num_stages": case.stages}
     made = compiled(source, target=GPUTarget("cuda", arch, 32), options=options)
     ptx = made.asm["ptx"]
     registers, spilled = _resources(ptx)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -74,3 +76,17 @@ def test_numbers_are_sent_as_they_are() -> None:
     made = gpu.sent([[1, 2], [3, 4]], torch.device("cpu"), torch.int32)
     assert made.dtype == torch.int32
     assert made.tolist() == [[1, 2], [3, 4]]
+
+
+def test_every_launch_says_that_products_and_sums_are_fused() -> None:
+    """Triton 3.9 warns where a launch does not, and 3.10 means to change what it does then."""
+    launches = 0
+    for file in sorted(Path(gpu.__file__).parent.glob("*_gpu.py")):
+        source = file.read_text("utf-8")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                launches += 1
+                given = {keyword.arg for keyword in node.keywords}
+                says = None in given and '"enable_fp_fusion": True' in source
+                assert "enable_fp_fusion" in given or says, f"{file.name}:{node.lineno}"
+    assert launches > 20
