@@ -221,6 +221,7 @@ class Placement:
         if role.base is not None:
             share_base(role.base.model, model)
         shard_model(model, role.plan, self.world)
+        _round_as_gathered(model, role.plan, self.world)
         return self._on_host(model, role)
 
     def _filled(self, empty: MetaModel, start: CheckpointRef, role: _Role) -> PreTrainedModel:
@@ -250,6 +251,7 @@ class Placement:
         cast_weights(model, self.dtype, splits=role.plan.stage > 0)  # what had no memory before
         if base is not None and reads:
             share_base(base.model, model)
+        _round_as_gathered(model, role.plan, self.world)
         return self._on_host(model, role)
 
     def _device(self, role: _Role) -> torch.device:
@@ -349,9 +351,6 @@ def _named(tokens: tuple[int, ...]) -> str:
 
 def shard_model(model: PreTrainedModel, plan: ShardPlan, world: World) -> Shards:
     """Split a model as planned, or only record its ranks where it stays whole; in place."""
-    if plan.stage == 0 and plan.quantized_weights:
-        # Trained models compute with weights that were rounded on the way, and so must this one.
-        through_codes(model, world.size)
     return shard(model, decoder_blocks(model) if plan.stage > 0 else (), plan, world)
 
 
@@ -367,6 +366,13 @@ def onload(model: PreTrainedModel) -> Iterator[None]:
         runs.append(decoder_blocks(twin_of(model)))
     with host.onload(*runs):
         yield
+
+
+def _round_as_gathered(model: PreTrainedModel, plan: ShardPlan, world: World) -> None:
+    """Round a whole model's weights as trained models' are on their way to a rank (qwZ), once they
+    have been read; in place."""
+    if plan.stage == 0 and plan.quantized_weights:
+        through_codes(model, world.size)
 
 
 def _require_finite(unsound: str, model: PreTrainedModel, world: World) -> None:

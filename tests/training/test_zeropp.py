@@ -59,6 +59,18 @@ def test_all_steps_run_under_all_of_it(
     assert any("bit for bit" in line for line in first if line.startswith("ppo:"))
 
 
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_whole_reference_from_a_folder_is_rounded_as_the_policy_is(
+    tmp_path: Path, tiny_model: str, preferences: str, stage: int
+) -> None:
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, stages=["dpo"], dpo__max_steps=1
+    )
+    parallel = ParallelConfig(actor_zero_stage=stage, zero_quantized_weights=True, zero_forced=True)
+    on_ranks(2, said, replace(config, parallel=parallel))
+    assert (tmp_path / "run" / "dpo" / "MANIFEST.json").exists()
+
+
 def test_the_short_flags_are_the_knobs() -> None:
     flags = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz --zero-gradient-bits 4"
     config = parse_run_flags(flags.split(), "train")
