@@ -164,14 +164,24 @@ def check_parallel(config: RunConfig, world: World, policy: str) -> None:
         source = locate(policy)
         found = load_config(source, trust_remote_code=config.trust_remote_code)
         check_sliceable(found, parts, config.parallel.frozen_weights)
-    trains_both = leaving(config.stages, "reward model") and of_family(config.stages, "rl")
-    if config.parallel.shared_base and trains_both and config.reward_model:
-        start = checkpoint_ref_of(config.reward_model, unmerged=True).base
-        base = checkpoint_ref_of(policy, unmerged=True).base
-        if not same_base(start, base):
+    if config.parallel.shared_base:
+        _require_one_base(config, policy)
+
+
+def _require_one_base(config: RunConfig, policy: str) -> None:
+    """Refuse a shared base where a given model that PPO or its like loads does not start from the
+    policy's."""
+    if not of_family(config.stages, "rl"):
+        return
+    given = {"--critic-model": config.critic_model}
+    if leaving(config.stages, "reward model") or rl_section(config).reward_model_weight > 0:
+        given["--reward-model"] = config.reward_model
+    base = checkpoint_ref_of(policy, unmerged=True).base
+    for flag, model in given.items():
+        if model and not same_base(checkpoint_ref_of(model, unmerged=True).base, base):
             raise ConfigError(
                 "--shared-base must find one model under actor, critic and reward model; got "
-                f"--reward-model {config.reward_model!r} and {base!r} under the actor. Start both "
+                f"{flag} {model!r} and {base!r} under the actor. Start both "
                 "from one model, or leave --shared-base off."
             )
 

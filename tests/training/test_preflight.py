@@ -134,6 +134,10 @@ def test_a_shared_base_needs_one_model_from_the_start(
         check_parallel(config, World(), tiny_model)
     check_parallel(replace(config, reward_model=tiny_model), World(), tiny_model)
     check_parallel(replace(config, stages=("sft", "reward")), World(), tiny_model)
+    critic = replace(config, reward_model="", critic_model=other)
+    for refused in (critic, replace(config, stages=("sft", "grpo"))):
+        with pytest.raises(ConfigError, match=f"got --(reward|critic)-model '{other}' and "):
+            check_parallel(refused, World(), tiny_model)
     with pytest.raises(ConfigError, match="must go with ZeRO stage 0 over several ranks"):
         check_parallel(replace(config, reward_model=""), FOUR, tiny_model)
 
