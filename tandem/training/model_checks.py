@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tandem.config.engine import engine_settings
 from tandem.config.rules import has_reference
 from tandem.config.schema import rl_section
 from tandem.config.scoring import weighted_models
 from tandem.config.stages import in_order, leaving, of_family
+from tandem.data.trained_tokens import tokens_to_train
+from tandem.engine.dry_placement import check_start
 from tandem.models.load import check_causal_lm, outline
 from tandem.models.lora import ALL_LINEAR, require_targets
 from tandem.models.scalar import check_scalar_model
@@ -67,20 +70,36 @@ def _roles(run: Run, stages: Sequence[str], policy: str, reward: str) -> Iterato
             yield _Role(model.source, scalar=True, needs_head=True)
 
 
-def check_targets(
+def check_trained(
     run: Run, stages: Sequence[str], rows: StepRows, policy: str, reward: str
 ) -> None:
-    """Check `lora.targets` against the layers of all models that the stages will adapt.
+    """Check that all models that the stages will train can be adapted as `lora` says, and recompute
+    what they are to recompute.
 
     Args:
         policy, reward: as for `check_models`.
     Raises:
-        ModelError: a target matches in none of them, or one has no layer that matches.
+        ModelError: a target matches in none of them, or one has no layer that matches; one comes
+            with other adapters than it is to be trained with, or cannot recompute that.
     """
+    trained = tuple(dict.fromkeys(_trained(run, stages, rows, policy, reward)))
+    _check_targets(run, trained)
+    settings = engine_settings(run.config)
+    for role in trained:
+        if role.scalar and role.source != policy:
+            own = rows.reward_tokenizer if role.source == reward else rows.tokenizer
+            tokens = tokens_to_train(settings.lora.of("critic"), own)
+            check_start(role.source, settings, "critic", tokens)
+        elif not role.scalar and run.trained("policy") is None:  # else that is the start
+            tokens = tokens_to_train(settings.lora, rows.tokenizer)
+            check_start(role.source, settings, "actor", tokens)
+
+
+def _check_targets(run: Run, trained: Sequence[_Role]) -> None:
+    """`lora.targets` against the layers of all models that are adapted."""
     lora, remote = run.config.lora, run.config.trust_remote_code
     if ALL_LINEAR in lora.targets:
         return
-    trained = dict.fromkeys(_trained(run, stages, rows, policy, reward))
     roles = [role for role in trained if lora.of("critic" if role.scalar else "actor").rank]
     models = [outline(r.source, scalar=r.scalar, trust_remote_code=remote) for r in roles]
     require_targets(models, lora.targets)

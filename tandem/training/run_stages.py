@@ -56,7 +56,7 @@ from tandem.training.disk_room import require_room
 from tandem.training.forecast import Forecast
 from tandem.training.given import GivenModel, Rows, digest_of_module, with_given
 from tandem.training.left_out import left_out_lines
-from tandem.training.model_checks import check_models, check_targets
+from tandem.training.model_checks import check_models, check_trained
 from tandem.training.own_templates import settle_template
 from tandem.training.planned_steps import planned_steps
 from tandem.training.policy_trial import check_policy_functions
@@ -222,7 +222,7 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
     if unfinished:
         check_parallel(config, run.world, tokenizer_sources(run)[0])
         check_rows(config, rows, *tokenizer_sources(run))
-        check_targets(run, unfinished, rows, *tokenizer_sources(run))
+        check_trained(run, unfinished, rows, *tokenizer_sources(run))
         run.require_continuable(unfinished[0])
         if of_family(unfinished, "rl"):
             rl = rl_section(config)

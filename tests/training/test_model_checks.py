@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from transformers import (
     GPTNeoXForCausalLM,
     GPTNeoXForSequenceClassification,
     LlamaForSequenceClassification,
+    OPTConfig,
+    OPTForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -21,6 +24,10 @@ from tandem.models.scalar import check_scalar_model
 from tandem.training.make_engine import make_engine
 from tandem.training.run_stages import train
 from tests.tiny import tiny_config, tiny_llama, tiny_tokenizer
+from tests.training import letter_rewards
+from tests.training.runs import ran
+
+REWARD = f"{letter_rewards.__file__}:starts_early"
 
 
 def scalar_model(folder: Path, *, outputs: int = 1, said: int | None = None) -> str:
@@ -99,6 +106,51 @@ def test_heads_are_counted_in_the_files(tmp_path: Path, tiny_model: str) -> None
     check_scalar_model(tiny_model)
     with pytest.raises(ModelError, match="a head with 2 outputs"):
         check_scalar_model(scalar_model(tmp_path / "two", outputs=2, said=1))
+
+
+def opt(folder: Path) -> str:
+    """A tiny OPT, whose blocks have no MLP of their own, with the tiny Llama's tokenizer."""
+    tokenizer = tiny_tokenizer()
+    config = OPTConfig(
+        vocab_size=len(tokenizer), hidden_size=32, word_embed_proj_dim=32, ffn_dim=64,
+        num_hidden_layers=1, num_attention_heads=4, max_position_embeddings=256,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    OPTForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("stages", "knob"), [("sft reward", "reward_model"), ("sft ppo", "critic_model")]
+)
+def test_a_model_that_cannot_recompute_a_part_is_refused_before_the_first_stage(
+    tmp_path: Path, tiny_model: str, preferences: str, stages: str, knob: str
+) -> None:
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, stages=stages.split(),
+        gradient_checkpointing=True, recompute="mlp", ppo__reward_function=REWARD,
+        scoring__self_test=False, **{knob: opt(tmp_path / "opt")},
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="family 'opt' must keep their mlp in a module of its own"):
+        train(config, command="test", print_line=lambda line: None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_adapters_of_a_later_stage_are_compared_before_the_first(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    made = tiny_config(tmp_path / "made", tiny_model, preferences, stages=["reward"], lora__rank=4)
+    ran(made)
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, stages=["sft", "ppo"], lora__rank=2,
+        parallel__frozen_weights="int8", reward_model=str(tmp_path / "made" / "reward"),
+        sft__max_steps=1, ppo__steps=1,
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="got rank 2, alpha 16 for rank 4"):
+        train(config, command="test", print_line=lambda line: None)
+    assert not (tmp_path / "run").exists()
+    ran(replace(config, lora=made.lora))
 
 
 def neox(folder: Path, *, scalar: bool) -> str:
