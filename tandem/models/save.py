@@ -93,8 +93,7 @@ def _write_settings(
 ) -> None:
     """Everything but weights."""
     config = copy.deepcopy(model.config)
-    # FSDP2 puts its name before the class's.
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.architectures = [type(model).__name__]
     config.dtype = dtype or model.dtype
     if scalar_head(model) is not None:
         pad = tokenizer.pad_token_id

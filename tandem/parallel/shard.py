@@ -254,7 +254,12 @@ def _split(model: nn.Module, blocks: Sequence[nn.Module], plan: ShardPlan, world
         give_memory(block, world.device)
         fully_shard(block, reshard_after_forward=after_forward, **settings)
     give_memory(model, world.device)
+    own = type(model)
     fully_shard(model, reshard_after_forward=False, **settings)
+    # FSDP2 makes a class of its own; transformers goes by the class's name and module to convert
+    # the weights' names and to copy a model's own code where it is saved.
+    for name in ("__module__", "__name__", "__qualname__"):
+        setattr(type(model), name, getattr(own, name))
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             # Losses are divided once, by the count over all ranks: gradients add up.
