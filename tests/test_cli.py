@@ -83,6 +83,17 @@ def test_help_of_small_commands_has_groups_defaults_and_an_example(
         (("chat",), "the following arguments are required: PATH"),
         (("chat", "/nowhere"), "/nowhere"),
         (("eval", "/nowhere"), "must be a run's folder"),
+        (
+            ("chat", "x", "--modl", "ppo"),
+            "--modl is not a flag of tandem chat. Did you mean --model?",
+        ),
+        (
+            ("replay", "x", "--stp", "2"),
+            "--stp is not a flag of tandem replay. Did you mean --step?",
+        ),
+        (("doctor", "--xyz"), "--xyz is not a flag of tandem doctor. See tandem doctor --help."),
+        (("sweep", "x.yaml", "--sweep-dirr", "y"), "Did you mean --sweep-dir?"),
+        (("sweep", "--sweep-dir", "y", "--sweep-lor", "8"), "Did you mean --sweep-lora?"),
         (("data", "chek"), "tandem data has one command, check; got 'chek'"),
         (("data", "check", "x", "--data-split", "a"), "--data-split must be numbers"),
         (("vote", "no.jsonl", "--once"), "neither it nor no.jsonl.asked.jsonl is there"),

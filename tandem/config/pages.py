@@ -129,10 +129,25 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: one is.
         """
-        own = [flag for action in self._actions for flag in action.option_strings]
-        for word in (word.partition("=")[0] for word in words if word.startswith("--")):
-            if near := difflib.get_close_matches(word, own, n=1, cutoff=0.8):
-                raise ConfigError(f"{word} is not a flag of {self.prog}. Did you mean {near[0]}?")
+        for word in _flags(words):
+            if near := self._nearest(word):
+                raise ConfigError(f"{word} is not a flag of {self.prog}. Did you mean {near}?")
+
+    def _nearest(self, flag: str) -> str:
+        """Which of this parser's flags a wrong one is near; empty if it is near none."""
+        near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.8)
+        return near[0] if near else ""
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str], namespace: Any = None
+    ) -> argparse.Namespace:
+        """As argparse's; flags that it does not have are named, before what is missing is."""
+        for flag in _flags(args):
+            if flag not in self._option_string_actions:
+                near = self._nearest(flag)
+                advice = f"Did you mean {near}?" if near else f"See {self.prog} --help."
+                raise ConfigError(f"{flag} is not a flag of {self.prog}. {advice}")
+        return super().parse_args(args, namespace)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str], namespace: Any = None
@@ -148,3 +163,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}. See {self.prog} --help.")
+
+
+def _flags(words: Iterable[str]) -> list[str]:
+    """The words that argparse takes for flags with a name, without the values behind their `=`."""
+    words = list(words)
+    words = words[: words.index("--")] if "--" in words else words
+    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    return [flag for flag in flags if " " not in flag]  # argparse reads such a word as a value

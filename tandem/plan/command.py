@@ -43,10 +43,16 @@ def parse_sweep(args: Sequence[str]) -> tuple[Sweep, bool]:
     words = list(args)
     if words and not words[0].startswith("-"):
         words[:1] = ["--config", words[0]]
-    options, rest = _parser().parse_known_args(words)
+    parser = _parser()
+    options, rest = parser.parse_known_args(words)
     if not options.sweep_dir:
+        parser.refuse_typo(rest)
         raise ConfigError("tandem sweep must get --sweep-dir DIR; got none. Name a folder.")
-    config = parse_run_flags(rest, "train")
+    try:
+        config = parse_run_flags(rest, "train")
+    except ConfigError:
+        parser.refuse_typo(rest)
+        raise
     if options.num_gpus < 1:
         raise ConfigError(f"--num-gpus must be at least 1; got {options.num_gpus}.")
     unknown = [stage for stage in options.sweep_stages if stage not in range(4)]
