@@ -23,7 +23,7 @@ from tandem.text import visible, visible_lines
 from tandem.training.best_of_n import frontier_table, measure_best_of
 from tandem.training.calibration import reliability_table
 from tandem.training.compare import compare
-from tandem.training.own_folder import config_of_run
+from tandem.training.own_folder import config_of_run, require_data
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import tokenizer_sources
 from tandem.training.stage_data import prepare_rows
@@ -45,6 +45,7 @@ def evaluate_run(
         ModelError: the run's base model is gone.
     """
     config = config_of_run(path)
+    require_data(config, "evaluated")
     if num_prompts:
         section: Any = replace(rl_section(config), eval_prompts=num_prompts)
         config = replace(config, **{rl_stage(config.stages).section: section})

@@ -35,6 +35,22 @@ def config_of_run(folder: str) -> RunConfig:
     return replace(config, output_dir=folder)
 
 
+def require_data(config: RunConfig, what: str) -> None:
+    """Refuse a run whose prompts only its program has, for what reads its data again.
+
+    Args:
+        what: that would be done with the run.
+    Raises:
+        CheckpointError: it names no data.
+    """
+    if not config.data:
+        raise CheckpointError(
+            f"{config.output_dir} must name its data to be {what}; got a run without any, whose "
+            "prompts came from a program. Repeat or evaluate it there, or answer prompts of a file "
+            "with its models: tandem sample."
+        )
+
+
 def run_around(path: Path) -> Path | None:
     """The run's folder that a path is, or is in; None if there is none."""
     path = path.resolve()

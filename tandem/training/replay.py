@@ -20,7 +20,7 @@ from tandem.data.tokenview import TokenPieces
 from tandem.errors import ConfigError
 from tandem.metrics.log import Record, read_metrics
 from tandem.training.flight_recorder import Recorded
-from tandem.training.own_folder import config_of_run
+from tandem.training.own_folder import config_of_run, require_data
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import prepared, tokenizer_sources
 from tandem.training.stage_data import prepare_rows
@@ -55,6 +55,7 @@ def replay(folder: str, step: int, *, stage: str = "", rows: int = 3) -> int:
             f"--step must be a step that {folder} has recorded, from 1 on; got {step}"
             f"{f' of {stage}' if stage else ''}. Its stages: {', '.join(config.stages)}."
         )
+    require_data(config, "repeated")
     run = Run(with_found(config, Path(folder)), print_line=print, writes=False)
     run.identity.named = config
     data = prepare_rows(run.config, *tokenizer_sources(run))

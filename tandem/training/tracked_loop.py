@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,8 @@ class TrackedLoop:
     comes, in the end the models in a folder of the stage's name, and report.html; but nothing of
     held-out prompts, which it does not evaluate. Begun again with the same models and knobs, it
     continues after the newest checkpoint. It ends early where a callback stops it (`stopped`).
+    `tandem chat`, `sample`, `serve` and `report` take the folder; `replay` and `eval`, which read a
+    run's data again, do not know your prompts.
     """
 
     def __init__(
@@ -68,9 +71,11 @@ class TrackedLoop:
             )
         self.trainer = trainer
         self.num_steps = num_steps
-        self.run = Run(trainer.config, print_line, trainer.engine.world)
-        self.run.callbacks = tuple(callbacks)
         self.stage = rl_stage(trainer.config.stages).name
+        # The folder's only stage: nobody should wait for others that the configuration names.
+        alone = replace(trainer.config, stages=(self.stage,))
+        self.run = Run(alone, print_line, trainer.engine.world)
+        self.run.callbacks = tuple(callbacks)
         self.step = 0
         """The step that is running, or was the last."""
         self._loop: StepLoop | None = None

@@ -12,6 +12,9 @@ from tandem import Callback, PPOTrainer, RunState, TrackedLoop, build_config, ma
 from tandem.errors import CheckpointError, ConfigError
 from tandem.metrics.answers import ANSWER_FILES
 from tandem.metrics.log import read_metrics
+from tandem.serve.named_model import notes_of
+from tandem.training.eval_command import evaluate_run
+from tandem.training.replay import replay
 
 from .runs import answer_lines, records
 
@@ -72,6 +75,22 @@ def test_a_stopped_loop_continues_as_if_nothing_had_happened(
         assert (again.run.path / file).read_bytes() == (whole.run.path / file).read_bytes()
     assert (whole.run.path / "report.html").is_file()
     assert list(whole) == []  # it is finished
+
+
+def test_commands_on_its_folder_do_not_wait_for_other_stages_nor_ask_for_data(
+    tmp_path: Path, tiny_model: str
+) -> None:
+    folder = tmp_path / "run"
+    config = build_config({"sampling": {"max_new_tokens": 4}, "output_dir": str(folder)})
+    trainer = PPOTrainer(make_engine(config, tiny_model), config, reward_function=brevity)
+    for _ in (loop := TrackedLoop(trainer, 1, print_line=quiet)):
+        loop.log({})
+    assert config.stages != ["ppo"]
+    assert notes_of(str(folder)) == []
+    with pytest.raises(CheckpointError, match="to be repeated; got a run without any"):
+        replay(str(folder), 1)
+    with pytest.raises(CheckpointError, match="to be evaluated; got a run without any"):
+        evaluate_run(str(folder), 0)
 
 
 def test_the_answers_of_logged_experiences_are_recorded(tmp_path: Path, tiny_model: str) -> None:
