@@ -6,7 +6,9 @@ the same metrics, on a CPU to the last bit. They are compared with the run's own
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
@@ -15,6 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.config.recorded import with_found
+from tandem.config.schema import RunConfig
+from tandem.config.spellings import listed
 from tandem.config.stages import stage_of
 from tandem.data.tokenview import TokenPieces
 from tandem.errors import ConfigError
@@ -48,13 +52,11 @@ def replay(folder: str, step: int, *, stage: str = "", rows: int = 3) -> int:
     if rows < 0:
         raise ConfigError(f"--rows must be >= 0; got {rows}.")
     config = config_of_run(folder)
-    recorded = {record.stage: record for record in read_metrics(folder) if record.step == step}
+    records = read_metrics(folder)
+    recorded = {record.stage: record for record in records if record.step == step}
     stages = [stage] if stage else [name for name in config.stages if name in recorded][-1:]
     if step < 1 or not stages or stages[0] not in config.stages:
-        raise ConfigError(
-            f"--step must be a step that {folder} has recorded, from 1 on; got {step}"
-            f"{f' of {stage}' if stage else ''}. Its stages: {', '.join(config.stages)}."
-        )
+        raise ConfigError(_not_recorded(folder, step, stage, records, config))
     require_data(config, "repeated")
     run = Run(with_found(config, Path(folder)), print_line=print, writes=False)
     run.identity.named = config
@@ -71,6 +73,30 @@ def replay(folder: str, step: int, *, stage: str = "", rows: int = 3) -> int:
     tokenizer = data.reward_tokenizer if reads_pairs else data.tokenizer
     _show_rows(console, reached, TokenPieces(tokenizer), rows)
     return 0 if is_same else 1
+
+
+def _not_recorded(
+    folder: str, step: int, stage: str, records: Sequence[Record], config: RunConfig
+) -> str:
+    """Why a step cannot be repeated, and which ones can."""
+    last: dict[str, int] = {}
+    for record in records:
+        last[record.stage] = max(record.step, last.get(record.stage, 0))
+    if stage and stage not in {*last, *config.stages}:
+        near = difflib.get_close_matches(stage, last, n=1)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        return f"--stage must be {listed(list(last))}, of {folder}; got {stage!r}.{meant}"
+    if stage in last and stage not in config.stages:
+        return (
+            f"--stage must be one that {folder}/config.yaml runs, {listed(config.stages)}: those "
+            f"are the knobs of the last command in this folder; got {stage}. Run the command of "
+            f"{stage} there again, which changes nothing else, and then repeat the step."
+        )
+    steps = ", ".join(f"{name} 1 to {end}" for name, end in last.items())
+    return (
+        f"--step must be a step that {folder} has recorded ({steps or 'none'}); got {step}"
+        f"{f' of {stage}' if stage else ''}."
+    )
 
 
 def _show_metrics(console: Console, now: Recorded, then: Record | None) -> bool:

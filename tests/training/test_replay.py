@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tandem.config.load import dump_config, load_config
 from tandem.data.tokenview import TokenPieces
 from tandem.errors import BadStepError, CheckpointError, ConfigError, Stopped
 from tandem.training.own_folder import SAVE_NOW
@@ -124,11 +125,22 @@ def test_a_step_that_was_left_out_is_left_out_again_and_nothing_is_touched(
 
 
 def test_what_cannot_be_replayed_is_said_in_one_line(stopped: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--step must be a step that .* has recorded.*got 9"):
+    with pytest.raises(ConfigError, match=r"\(sft 1 to 3, .*ppo 1 to 2\); got 9"):
         replay(str(stopped), 9)
-    with pytest.raises(ConfigError, match="got 1 of dpo"):
-        replay(str(stopped), 1, stage="dpo")
+    with pytest.raises(ConfigError, match=r"got 'rewrd'\. Did you mean reward\?"):
+        replay(str(stopped), 1, stage="rewrd")
     with pytest.raises(ConfigError, match="--rows must be >= 0; got -1"):
         replay(str(stopped), 2, rows=-1)
     with pytest.raises(CheckpointError, match="must be a run's folder"):
         replay(str(tmp_path), 1)
+
+
+def test_a_stage_whose_knobs_a_later_command_replaced_is_named(
+    stopped: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
+    config = load_config(folder / "config.yaml")
+    (folder / "config.yaml").write_text(dump_config(replace(config, stages=["ppo"])), "utf-8")
+    with pytest.raises(ConfigError, match="knobs of the last command in this folder; got sft"):
+        replay(str(folder), 1, stage="sft")
