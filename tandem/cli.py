@@ -38,7 +38,7 @@ _TRAIN = "All stages from a pretrained model to an assistant: SFT, reward model,
 _SUMMARIES = {
     "chat": "Talk to a run's model, or to any model folder.",
     "serve": "Serve a run's models: OpenAI's API, and a page to look, compare and vote.",
-    "eval": "Compare a run's models on held-out rows: perplexity, reward, answers side by side.",
+    "eval": "Compare a run's models on held-out rows or other data: perplexity, reward, answers.",
     "sample": "A model's scored answers in a file: all, best of n for SFT, or pairs for DPO.",
     "export": "The models of an unfinished stage, from one of its checkpoints.",
     "report": "Rewrite a run's one-page HTML report.",
@@ -304,9 +304,14 @@ def _elsewhere(home: str, args: list[str]) -> int:
 
 
 def _eval(args: list[str]) -> int:
-    parser = _run_parser("eval", "[--prompts N] [--best-of N] [--base MODEL]", " --prompts 100")
-    about = "Held-out prompts to answer. With it, evaluation.json and the report stay as they are."
-    parser.flag("--prompts N", about, 0, shown="the run's ppo.eval_prompts")
+    parser = _run_parser("eval", "[flags]", " --data new_pairs.jsonl")
+    about = (
+        "Other data to evaluate on, as FILE_OR_NAME[@CONFIGURATION/SPLIT][::role=column,...]: all "
+        "of their rows, recorded in RUN/evaluations."
+    )
+    parser.flag("--data DATA ...", about, [], shown="held-out rows", nargs="+", type=home_path)
+    about = "Prompts to answer. With it nothing is written: records and report stay as they are."
+    parser.flag("--prompts N", about, 0, shown="the run's ppo.eval_prompts; all of --data")
     about = "Also the best of n = 1, 2, 4 ... N samples per prompt by the reward, against its KL."
     parser.flag("--best-of N", about, 0, shown="none")
     about = "Where the run's base model is, if it was moved."
@@ -316,7 +321,9 @@ def _eval(args: list[str]) -> int:
         raise ConfigError(f"--prompts must be >= 0; got {options.prompts}.")
     from tandem.training.eval_command import evaluate_run
 
-    evaluate_run(options.run, options.prompts, options.best_of, base=options.base)
+    evaluate_run(
+        options.run, options.prompts, options.best_of, base=options.base, data=options.data
+    )
     return 0
 
 

@@ -38,7 +38,7 @@ def test_a_flag_that_is_given_twice_is_refused(capsys: pytest.CaptureFixture[str
     ("command", "shown"),
     [
         ("chat", ("model:", "sampling:", "--top-p X", "[0.95]")),
-        ("eval", ("RUN", "--prompts N", "[the run's ppo.eval_prompts]")),
+        ("eval", ("RUN", "--prompts N", "ppo.eval_prompts; all of", "--data DATA ...")),
         ("data", ("usage: tandem data check DATA ...", "--heldout X", "[0.05]")),
         ("data check", ("--stages NAME ...", "[sft reward ppo]")),
         ("report", ("usage: tandem report RUN",)),

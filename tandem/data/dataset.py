@@ -170,11 +170,12 @@ def read_all(
     """Every usable row of all data sets, in order; others are in the ledger, or raise.
 
     Args:
+        data, sft_data, eval_data: one of these at least.
         grades: which of them are part of the fingerprint.
     Raises:
         ConfigError, DataError: as `load_data`.
     """
-    if not data and not sft_data:
+    if not data and not sft_data and not eval_data:
         raise ConfigError(
             "data must name at least one data set; got none. Give --data FILE, or --data embedded."
         )
@@ -220,7 +221,9 @@ def read_all(
                 )
             )  # fmt: skip
         account.fingerprint = digest.hexdigest()
-    if missing := sorted(set(columns.values()) - found):
+    missing = sorted(set(columns.values()) - found)
+    # The map is of the data that is trained on: other rows to evaluate on may need none.
+    if missing and (data or sft_data):
         raise DataError(
             f"dataset.columns must name columns of the data sets; got {', '.join(missing)}, which "
             "no data set without its own column map has. Correct the names."

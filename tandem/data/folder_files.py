@@ -17,7 +17,7 @@ RUN_FILES = {
     *("answers.jsonl", "rollouts.jsonl", "followed.jsonl", "wandb.json"),
 }
 """What a run writes into its folder and could be taken for data. Votes are data."""
-_RUN_FOLDERS = {"checkpoints", "tensorboard", "wandb"}
+_RUN_FOLDERS = {"checkpoints", "evaluations", "tensorboard", "wandb"}
 _MANIFEST = "MANIFEST.json"
 """In each folder that a stage leaves, and in each checkpoint."""
 

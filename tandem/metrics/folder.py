@@ -29,6 +29,8 @@ from tandem.yaml_text import from_yaml
 T = TypeVar("T")
 
 EVALUATION_FILE = "evaluation.json"
+EVALUATIONS_FOLDER = "evaluations"
+"""Of evaluations on other data than the run's own, a file each."""
 PREDICTIONS_FILE = "predictions.jsonl"
 
 
@@ -48,6 +50,7 @@ class RunFolder:
     alarms: tuple[Mapping[str, Any], ...]
     notices: tuple[str, ...]
     predictions: tuple[Mapping[str, Any], ...] = ()
+    evaluations: tuple[Mapping[str, Any], ...] = ()
 
     def stages(self) -> list[Stage]:
         """The known stages with records, in the order in which they first logged."""
@@ -89,6 +92,7 @@ def read_folder(run_dir: Path | str) -> RunFolder:
         samples=tuple(read_lines(path / SAMPLES_FILE, mapping, notices)),
         alarms=tuple(read_lines(path / ALARMS_FILE, mapping, notices)),
         predictions=tuple(read_lines(path / PREDICTIONS_FILE, mapping, notices)),
+        evaluations=tuple(_on_other_data(path, notices)),
         notices=tuple(notices),
     )
 
@@ -105,12 +109,25 @@ def finished_stages(run_dir: Path) -> dict[str, str]:
 
 def _evaluation(path: Path, notices: list[str]) -> Mapping[str, Any]:
     """The final comparison, if it is of the models now in the folder."""
-    evaluation = _json(path / EVALUATION_FILE, notices)
+    return _of_these_models(path, EVALUATION_FILE, notices)
+
+
+def _on_other_data(path: Path, notices: list[str]) -> list[Mapping[str, Any]]:
+    """The evaluations on other data, by the names of their files, of the models now there."""
+    files = sorted((path / EVALUATIONS_FOLDER).glob("*.json"))
+    found = [_of_these_models(path, f"{EVALUATIONS_FOLDER}/{file.name}", notices) for file in files]
+    return [evaluation for evaluation in found if evaluation]
+
+
+def _of_these_models(path: Path, file: str, notices: list[str]) -> Mapping[str, Any]:
+    """An evaluation, if it is of the models now in the folder."""
+    evaluation = _json(path / file, notices)
     compared = mapping_or_empty(mapping_or_empty(evaluation.get("made_from")).get("stages"))
     if evaluation and dict(compared) != finished_stages(path):
+        again = "`tandem eval`" if file == EVALUATION_FILE else "`tandem eval --data`"
         notices.append(
-            f"{EVALUATION_FILE} compares models other than those now in this folder and is not "
-            "shown. Run `tandem eval` to compare these."
+            f"{file} compares models other than those now in this folder and is not "
+            f"shown. Run {again} to compare these."
         )
         return {}
     return evaluation

@@ -21,6 +21,7 @@ from tandem.metrics import sections
 from tandem.metrics.answer_sections import AnswerRecords
 from tandem.metrics.folder import RunFolder, read_folder
 from tandem.metrics.forecasts import prediction_tables
+from tandem.metrics.other_data import other_data_tables
 from tandem.text import visible_lines
 
 REPORT_FILE = "report.html"
@@ -92,6 +93,7 @@ def _context(folder: RunFolder) -> dict[str, Any]:
         "cards": sections.result_cards(folder),
         "table": sections.result_table(folder),
         "reward_tables": sections.reward_tables(folder),
+        "other_data": other_data_tables(folder),
         "alarms": sections.alarm_rows(folder),
         "curves": sections.stage_curves(folder),
         "answers": sections.final_answers(folder),
@@ -105,7 +107,7 @@ def _context(folder: RunFolder) -> dict[str, Any]:
         "environment": list(folder.environment.items()),
     }
     parts_of = {
-        ("result", "Result"): ("cards", "evaluated", "reward_tables", "win_rates"),
+        ("result", "Result"): ("cards", "evaluated", "reward_tables", "win_rates", "other_data"),
         ("alarms", "Alarms"): ("alarms", "curves"),
         ("curves", "Curves"): ("curves",),
         ("frontier", "Reward against KL"): ("frontier",),

@@ -88,9 +88,20 @@ def result_cards(folder: RunFolder) -> list[Row]:
 
 
 def result_table(folder: RunFolder) -> Row:
-    """The evaluation's numbers, a column per model; `best` holds the columns of the best."""
+    """The evaluation's numbers, a column per model."""
     samples = number_or_none(mapping_or_empty(folder.config.get("sampling")).get(_SAMPLES)) or 1
-    models = mapping_or_empty(folder.evaluation.get("models"))
+    note = ""
+    if samples > 1 and any(stage.family == "rl" for stage in folder.stages()):
+        note = (
+            "Every model answered each held-out prompt once. Evaluations during RL stages take "
+            f"{samples:g} answers to each, so their means are others."
+        )
+    return {**figures(folder.evaluation), "note": note}
+
+
+def figures(evaluation: Mapping[str, Any]) -> Row:
+    """An evaluation's numbers, a column per model; `best` holds the columns of the best."""
+    models = mapping_or_empty(evaluation.get("models"))
     rows = []
     for name in map(str, dict.fromkeys(n for values in models.values() for n in _keys(values))):
         metric = metric_or_unknown(name)
@@ -105,13 +116,7 @@ def result_table(folder: RunFolder) -> Row:
                 "best": _best(numbers, metric.better),
             }
         )
-    note = ""
-    if samples > 1 and any(stage.family == "rl" for stage in folder.stages()):
-        note = (
-            "Every model answered each held-out prompt once. Evaluations during RL stages take "
-            f"{samples:g} answers to each, so their means are others."
-        )
-    return {"labels": list(map(str, models)), "rows": rows, "note": note}
+    return {"labels": list(map(str, models)), "rows": rows}
 
 
 def reward_tables(folder: RunFolder) -> list[Row]:

@@ -57,11 +57,14 @@ def best_of_n(scores: Tensor) -> list[BestOf]:
     return found
 
 
-def measure_best_of(run: Run, rows: StepRows, num_samples: int) -> dict[str, list[dict[str, Any]]]:
+def measure_best_of(
+    run: Run, rows: StepRows, num_samples: int, num_prompts: int | None = None
+) -> dict[str, list[dict[str, Any]]]:
     """The frontier of every policy that no reward has trained, on the held-out prompts.
 
     Args:
         num_samples: drawn per prompt, the largest n.
+        num_prompts: at most; None: the run's own number.
     Returns:
         by the policy's label, `BestOf` as mappings.
     Raises:
@@ -70,7 +73,7 @@ def measure_best_of(run: Run, rows: StepRows, num_samples: int) -> dict[str, lis
     config = run.config
     with rewarding(run, rows) as (scorer, rewards, conversations):
         rl = rl_section(config)
-        prompts = rows.heldout_prompts[: rl.eval_prompts]
+        prompts = rows.heldout_prompts[: rl.eval_prompts if num_prompts is None else num_prompts]
         if num_samples < 2 or not prompts or (scorer is None and rewards is None):
             raise ConfigError(
                 "--best-of must be at least 2 and needs a reward model or function and held-out "

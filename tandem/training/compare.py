@@ -68,11 +68,21 @@ def is_compared(run: Run) -> bool:
     return bool(run.world.all_gather_object(known == _made_from(run))[0])
 
 
-def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
+def compare(
+    run: Run,
+    rows: StepRows,
+    *,
+    num_prompts: int | None = None,
+    which: str = "held out",
+    save: bool = True,
+) -> dict[str, Any]:
     """Evaluate every policy and the reward model on held-out rows; `save` writes evaluation.json.
 
     All policies answer the same prompts with the same random numbers.
 
+    Args:
+        num_prompts: answered at most; None: the run's own number.
+        which: of which rows, for the lines that tell how far it is.
     Returns:
         {"models": {label: {metric: value}}, "answers": [{"prompt", "answers": {label: {"text",
         "score"}}}], "made_from": what the metrics depend on}, as written; with a reward also
@@ -84,7 +94,7 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
     config = run.config
     made_from = _made_from(run)
     rl = rl_section(config)
-    prompts = rows.heldout_prompts[: rl.eval_prompts]
+    prompts = rows.heldout_prompts[: rl.eval_prompts if num_prompts is None else num_prompts]
     models: dict[str, dict[str, float]] = {}
     every_score: dict[str, list[float | None]] = {}
     places = first_of_each(prompts, NUM_SHOWN)
@@ -96,7 +106,7 @@ def compare(run: Run, rows: StepRows, *, save: bool = True) -> dict[str, Any]:
         measured = f"{counted(len(rows.heldout_sft), 'text')} and {counted(len(prompts), 'prompt')}"
         for number, (label, source) in enumerate(found, start=1):
             # A large model may take longer than the steps before it.
-            run.print_line(f"comparing: {label} ({number} of {len(found)}) on {measured}, held out")
+            run.print_line(f"comparing: {label} ({number} of {len(found)}) on {measured}, {which}")
             model = run.placement.policy(source, trained=False)
             models[label] = language_model_metrics(model, rows.heldout_sft, rows.renderer, config)
             if prompts:
@@ -220,13 +230,21 @@ def _uses_function(config: RunConfig) -> bool:
     return bool(rl_section(config).reward_function and of_family(config.stages, "rl"))
 
 
-def _scorer(run: Run, rows: StepRows) -> RewardScorer | None:
+def judge_of(run: Run) -> str | None:
+    """The reward model that a comparison loads; None if it loads none."""
     source, rl = run.reward_source(), of_family(run.config.stages, "rl")
-    if run.reward_module is not None:
-        module, own = run.reward_module.module, run.reward_module.tokenizer
-        return any_scorer(run.placement, module, own, policy=rows.renderer)
     if source is None or not (rl or run.trained("reward model")):
         return None
     if rl and rl_section(run.config).reward_model_weight == 0:
+        return None
+    return source
+
+
+def _scorer(run: Run, rows: StepRows) -> RewardScorer | None:
+    if run.reward_module is not None:
+        module, own = run.reward_module.module, run.reward_module.tokenizer
+        return any_scorer(run.placement, module, own, policy=rows.renderer)
+    source = judge_of(run)
+    if source is None:
         return None
     return place_scorer(run.placement, source, scorer_tokenizer(source, run.settings))

@@ -13,7 +13,6 @@ from rich.text import Text
 
 from tandem.config.recorded import base_gone, is_gone, with_found
 from tandem.config.schema import rl_section
-from tandem.config.stages import rl_stage
 from tandem.errors import CheckpointError, ModelError
 from tandem.metrics.folder import EVALUATION_FILE
 from tandem.metrics.names import metric_or_unknown, title_of
@@ -23,32 +22,37 @@ from tandem.text import visible, visible_lines
 from tandem.training.best_of_n import frontier_table, measure_best_of
 from tandem.training.calibration import reliability_table
 from tandem.training.compare import compare
+from tandem.training.other_data import read_other
 from tandem.training.own_folder import config_of_run, require_data
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import tokenizer_sources
-from tandem.training.stage_data import prepare_rows
+from tandem.training.stage_data import StepRows, prepare_rows
+
+_OWN = "On held-out rows"
 
 
 def evaluate_run(
-    path: str, num_prompts: int, best_of: int = 0, *, base: str = ""
+    path: str, num_prompts: int, best_of: int = 0, *, base: str = "", data: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Evaluate a run's models again and print the results.
+    """Evaluate a run's models again, on its held-out rows or on other data, and print the results.
 
     Args:
-        num_prompts: held-out prompts to answer, without writing anything; 0: the run's own number,
-            and evaluation.json and the report are updated.
+        num_prompts: prompts to answer, without writing anything; 0: the run's own number, or all of
+            the other data's, and the record (evaluation.json; of other data a file of its own) and
+            the report are updated.
         best_of: samples per prompt for the best-of-n frontier; 0: no frontier.
         base: where the run's base model is, if it was moved.
+        data: data sets, as `--data` of a run names them without weights, to evaluate on in place of
+            the run's held-out rows.
     Raises:
         CheckpointError: `path` is not a run's folder, or the figures, which have been printed,
             cannot be written.
+        ConfigError, DataError: `data` cannot be read, or no model of the run could be evaluated on
+            them.
         ModelError: the run's base model is gone.
     """
     config = config_of_run(path)
     require_data(config, "evaluated")
-    if num_prompts:
-        section: Any = replace(rl_section(config), eval_prompts=num_prompts)
-        config = replace(config, **{rl_stage(config.stages).section: section})
     found = with_found(config, Path(path))
     if is_gone(found.actor_model) and not base:
         told = base_gone(visible(path), found.actor_model)
@@ -56,38 +60,61 @@ def evaluate_run(
     found = replace(found, actor_model=base or found.actor_model)
     run = Run(found)
     run.identity.named = config
-    rows = prepare_rows(found, *tokenizer_sources(run), trains=False)
-    run.note_data(rows)
-    evaluation = compare(run, rows, save=False)
+    if data:
+        other = read_other(run, data)
+        rows, file, title = other.rows, other.file, f"On {other.title}"
+        most = num_prompts or len(rows.heldout_prompts)
+        evaluation = compare(run, rows, num_prompts=most, which=f"of {other.title}", save=False)
+        evaluation |= other.facts
+    else:
+        rows, file, title = _own_rows(run), EVALUATION_FILE, _OWN
+        most = num_prompts or rl_section(found).eval_prompts
+        evaluation = compare(run, rows, num_prompts=most, save=False)
     if best_of:
-        evaluation["best_of_n"] = measure_best_of(run, rows, best_of)
-    show_comparison(evaluation)
+        evaluation["best_of_n"] = measure_best_of(run, rows, best_of, most)
+    show_comparison(evaluation, title=title)
     if not num_prompts:
-        _write(run, evaluation)
+        _write(run, file, evaluation)
     return evaluation
 
 
-def _write(run: Run, evaluation: Mapping[str, Any]) -> None:
-    """Write evaluation.json and the report.
+def _own_rows(run: Run) -> StepRows:
+    """The run's held-out rows."""
+    rows = prepare_rows(run.config, *tokenizer_sources(run), trains=False)
+    run.note_data(rows)
+    return rows
+
+
+def _write(run: Run, file: str, evaluation: Mapping[str, Any]) -> None:
+    """Write an evaluation into a file of the run's folder, and the report.
 
     Raises:
         CheckpointError: they cannot be.
     """
     try:
-        run.write_json(EVALUATION_FILE, evaluation)
+        (run.path / file).parent.mkdir(exist_ok=True)
+        run.write_json(file, evaluation)
+        if file != EVALUATION_FILE:
+            print(f"record: {run.path / file}")
         print(f"report: {write_report(run.path)}")
     except OSError as error:
         raise CheckpointError(
-            f"the figures above must be written to {run.path / EVALUATION_FILE} and {REPORT_FILE}; "
+            f"the figures above must be written to {run.path / file} and {REPORT_FILE}; "
             f"got: {error.strerror}. Make the folder writable, or give --prompts N, which writes "
             "nothing."
         ) from None
 
 
-def show_comparison(evaluation: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print the metrics of every model, then the answers to some prompts with their scores."""
+def show_comparison(
+    evaluation: Mapping[str, Any], console: Console | None = None, *, title: str = _OWN
+) -> None:
+    """Print the metrics of every model, then the answers to some prompts with their scores.
+
+    Args:
+        title: on which rows.
+    """
     console = console or Console()
-    console.print(figures_table(evaluation["models"]))
+    console.print(figures_table(evaluation["models"], title))
     if evaluation.get("reliability"):
         console.print(reliability_table(evaluation["reliability"]))
     if evaluation.get("best_of_n"):
@@ -97,9 +124,9 @@ def show_comparison(evaluation: Mapping[str, Any], console: Console | None = Non
             console.print(answers_table(shown))
 
 
-def figures_table(models: Mapping[str, Mapping[str, float]]) -> Table:
+def figures_table(models: Mapping[str, Mapping[str, float]], title: str = _OWN) -> Table:
     """One row per metric, one column per model."""
-    table = Table(title="On held-out rows", title_justify="left")
+    table = Table(title=Text(title), title_justify="left")
     table.add_column("metric", overflow="fold")  # a data set's name is at the end
     for label in models:
         table.add_column(label, justify="right")

@@ -43,7 +43,7 @@ def require_data(config: RunConfig, what: str) -> None:
     Raises:
         CheckpointError: it names no data.
     """
-    if not config.data:
+    if not (config.data or config.sft_data):
         raise CheckpointError(
             f"{config.output_dir} must name its data to be {what}; got a run without any, whose "
             "prompts came from a program. Repeat or evaluate it there, or answer prompts of a file "

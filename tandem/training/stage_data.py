@@ -5,7 +5,7 @@ Every row that is too long for its stage is entered in the ledger.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -23,6 +23,7 @@ from tandem.data.loader import evenly, permutation
 from tandem.data.own_template import OwnTemplate, put_template, read_template
 from tandem.data.render import Renderer
 from tandem.data.spelled import note_spelled
+from tandem.data.split import split_key
 from tandem.data.unshown import note_unshown
 from tandem.data.unwritten import note_unwritten
 from tandem.garbage import collected_seldom
@@ -41,6 +42,8 @@ from tandem.types import (
     TokenRow,
 )
 
+TRAINED_ON = "begins like a row that the run trains on"
+"""The note on such a row of other data."""
 _SHUFFLE = 2**63  # an epoch number that no training order uses
 
 
@@ -124,7 +127,13 @@ def load_renderer(
 
 @collected_seldom()
 def prepare_rows(
-    config: RunConfig, policy: str, reward: str, *, shuffle: bool = True, trains: bool = True
+    config: RunConfig,
+    policy: str,
+    reward: str,
+    *,
+    shuffle: bool = True,
+    trains: bool = True,
+    trained_on: Collection[bytes] = (),
 ) -> StepRows:
     """Read the data sets and render them for the configured stages.
 
@@ -132,6 +141,7 @@ def prepare_rows(
         policy, reward: the models whose tokenizers policy and reward model use.
         shuffle: off leaves prompts in the order of the data sets.
         trains: off leaves out the rows that stages train on, which take most of the time.
+        trained_on: `split.split_key`s; held-out rows that begin so are noted.
     Raises:
         DataError: a file or row cannot be used, and the configuration makes that an error.
     """
@@ -142,7 +152,7 @@ def prepare_rows(
     reward_tokenizer, reward_renderer = load_renderer(
         reward, trust_remote_code=remote, own=own, unless_its_own=is_finished
     )
-    data = _read(config, trains)
+    data = _read(config, trains, trained_on)
     render = Rendering(config, data.ledger)
     few = _Spread(config.dataset.eval_rows)
     room, reward_room = positions(policy, config), positions(reward, config)
@@ -151,10 +161,7 @@ def prepare_rows(
     shares = {stage.share for stage in stages}
     readers = _readers_of_pairs(stages)
     ptx = _mixed_in(config, data.ledger, scores=scores)
-    rows = (*data.texts, *data.pairs, *data.prompts, *data.heldout, *ptx.texts, *ptx.heldout)
-    note_spelled(rows, renderer, data.ledger)
-    note_unshown(rows, renderer, data.ledger)
-    note_unwritten(rows, renderer, data.ledger)
+    _note_lost((data, ptx), renderer, data.ledger)
     judges = _judges(config, renderer, reward_renderer, own)
     _note_unjudged((*data.prompts, *data.heldout), judges, data.ledger)
     as_prompts = partial(render.prompts, renderer=renderer, judges=judges)
@@ -196,7 +203,7 @@ def prepare_rows(
     )
 
 
-def _read(config: RunConfig, trains: bool) -> Dataset:
+def _read(config: RunConfig, trains: bool, trained_on: Collection[bytes]) -> Dataset:
     data = load_data(
         config.dataset,
         config.data,
@@ -206,7 +213,20 @@ def _read(config: RunConfig, trains: bool) -> Dataset:
         stages=config.stages,
         grades=config.reward.grades,
     )
+    for sample in data.heldout if trained_on else ():
+        if split_key(sample, config.seed) in trained_on:
+            data.ledger.datasets[sample.source.dataset].note(TRAINED_ON, sample.source)
     return data if trains else replace(data, texts=[], pairs=[], prompts=[])
+
+
+def _note_lost(read: Sequence[Dataset], renderer: Renderer, ledger: Ledger) -> None:
+    """Note what the policy's template and tokenizer spell, leave out or cannot write."""
+    rows = [
+        row for data in read for row in (*data.texts, *data.pairs, *data.prompts, *data.heldout)
+    ]
+    note_spelled(rows, renderer, ledger)
+    note_unshown(rows, renderer, ledger)
+    note_unwritten(rows, renderer, ledger)
 
 
 def _readers_of_pairs(stages: Sequence[Stage]) -> set[str]:
@@ -251,10 +271,11 @@ def positions(path: str, config: RunConfig) -> int | None:
 
 def _dataset(row: Row) -> str:
     """The data set that a row is from."""
-    return row.sequences[0].source.dataset if isinstance(row, RankedRow) else _own(row).dataset
+    return row.sequences[0].source.dataset if isinstance(row, RankedRow) else source_of(row).dataset
 
 
-def _own(row: TokenRow | PairRow | GradedRow | LabelledRow | PromptRow) -> Source:
+def source_of(row: TokenRow | PairRow | GradedRow | LabelledRow | PromptRow) -> Source:
+    """Where a row is from."""
     if isinstance(row, PairRow):
         return row.chosen.source
     return row.answer.source if isinstance(row, GradedRow | LabelledRow) else row.source
