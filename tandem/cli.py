@@ -310,6 +310,10 @@ def _eval(args: list[str]) -> int:
         "of their rows, recorded in RUN/evaluations."
     )
     parser.flag("--data DATA ...", about, [], shown="held-out rows", nargs="+", type=home_path)
+    about = "Further models or adapters to compare, of the run's tokens. Nothing is written then."
+    parser.flag("--model MODEL ...", about, [], shown="none", nargs="+", type=home_path)
+    about = "A reward model that scores in place of the run's. Nothing is written then."
+    parser.flag("--reward-model MODEL", about, shown="the run's", type=home_path)
     about = "Prompts to answer. With it nothing is written: records and report stay as they are."
     parser.flag("--prompts N", about, 0, shown="the run's ppo.eval_prompts; all of --data")
     about = "Also the best of n = 1, 2, 4 ... N samples per prompt by the reward, against its KL."
@@ -322,8 +326,9 @@ def _eval(args: list[str]) -> int:
     from tandem.training.eval_command import evaluate_run
 
     evaluate_run(
-        options.run, options.prompts, options.best_of, base=options.base, data=options.data
-    )
+        options.run, options.prompts, options.best_of, base=options.base, data=options.data,
+        models=options.model, reward_model=options.reward_model,
+    )  # fmt: skip
     return 0
 
 

@@ -49,12 +49,14 @@ _MEASURING = (
 
 
 def policies(run: Run) -> Iterator[tuple[str, str]]:
-    """(label, folder or hub name) of every policy of the run, in the order of training."""
+    """(label, folder or hub name) of every policy of the run, in the order of training, and of
+    those beside it."""
     if run.config.actor_model:
         yield "base", run.config.actor_model
     for label, folder in policy_folders().items():
         if (run.path / folder / "config.json").exists():
             yield label, str(run.path / folder)
+    yield from run.beside.items()
 
 
 def is_compared(run: Run) -> bool:
@@ -232,6 +234,8 @@ def _uses_function(config: RunConfig) -> bool:
 
 def judge_of(run: Run) -> str | None:
     """The reward model that a comparison loads; None if it loads none."""
+    if run.judge:
+        return run.judge
     source, rl = run.reward_source(), of_family(run.config.stages, "rl")
     if source is None or not (rl or run.trained("reward model")):
         return None

@@ -19,6 +19,7 @@ from tandem.metrics.names import metric_or_unknown, title_of
 from tandem.metrics.report import REPORT_FILE, write_report
 from tandem.metrics.text import with_unit
 from tandem.text import visible, visible_lines
+from tandem.training.beside import compare_beside
 from tandem.training.best_of_n import frontier_table, measure_best_of
 from tandem.training.calibration import reliability_table
 from tandem.training.compare import compare
@@ -32,7 +33,14 @@ _OWN = "On held-out rows"
 
 
 def evaluate_run(
-    path: str, num_prompts: int, best_of: int = 0, *, base: str = "", data: Sequence[str] = ()
+    path: str,
+    num_prompts: int,
+    best_of: int = 0,
+    *,
+    base: str = "",
+    data: Sequence[str] = (),
+    models: Sequence[str] = (),
+    reward_model: str = "",
 ) -> dict[str, Any]:
     """Evaluate a run's models again, on its held-out rows or on other data, and print the results.
 
@@ -44,6 +52,8 @@ def evaluate_run(
         base: where the run's base model is, if it was moved.
         data: data sets, as `--data` of a run names them without weights, to evaluate on in place of
             the run's held-out rows.
+        models: folders or hub names of further policies, or of adapters, to compare; reward_model:
+            of one that scores in place of the run's. With either nothing is written.
     Raises:
         CheckpointError: `path` is not a run's folder, or the figures, which have been printed,
             cannot be written.
@@ -60,6 +70,7 @@ def evaluate_run(
     found = replace(found, actor_model=base or found.actor_model)
     run = Run(found)
     run.identity.named = config
+    compare_beside(run, models, reward_model)
     if data:
         other = read_other(run, data)
         rows, file, title = other.rows, other.file, f"On {other.title}"
@@ -73,14 +84,17 @@ def evaluate_run(
     if best_of:
         evaluation["best_of_n"] = measure_best_of(run, rows, best_of, most)
     show_comparison(evaluation, title=title)
-    if not num_prompts:
+    if not (num_prompts or models or reward_model):
         _write(run, file, evaluation)
     return evaluation
 
 
 def _own_rows(run: Run) -> StepRows:
     """The run's held-out rows."""
-    rows = prepare_rows(run.config, *tokenizer_sources(run), trains=False)
+    finished = bool(run.judge)
+    rows = prepare_rows(
+        run.config, *tokenizer_sources(run), trains=False, reward_is_finished=finished
+    )
     run.note_data(rows)
     return rows
 

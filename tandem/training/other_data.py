@@ -44,7 +44,13 @@ def read_other(run: Run, named: Sequence[str]) -> OtherData:
     trained = trained_rows(run)
     config = replace(without_data(run.config), eval_data=tuple(named))
     config = replace(config, dataset=replace(config.dataset, eval_rows=0))
-    rows = prepare_rows(config, *tokenizer_sources(run), trains=False, trained_on=trained.keys)
+    rows = prepare_rows(
+        config,
+        *tokenizer_sources(run),
+        trains=False,
+        trained_on=trained.keys,
+        reward_is_finished=bool(run.judge),
+    )
     for line in ledger_lines(rows):
         run.print_line(line)
     if trained.unknown:

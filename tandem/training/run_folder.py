@@ -65,6 +65,8 @@ class Run:
         writes: whether it writes into its folder; `tandem replay` does not.
         callbacks: hear of rollouts, steps, evaluations and saves.
         reward_module: a torch module that scores answers in place of a reward model.
+        beside, judge: further policies by label, and a reward model in place of the run's, in an
+            evaluation (`beside`).
         stopped: why a callback stopped it; empty if none did.
         command: that repeats it. given_actor: the actor's name, if a program made the engine.
     """
@@ -90,6 +92,8 @@ class Run:
         self.stops = StopSignals(self.print_line)
         self.callbacks: Sequence[Callback] = ()
         self.reward_module: RewardModule | None = None
+        self.beside: dict[str, str] = {}
+        self.judge = ""
         self.stopped = ""
         self.command = ""
         self.given_actor = ""

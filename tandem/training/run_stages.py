@@ -390,9 +390,9 @@ def _check_inputs(run: Run) -> None:
 def tokenizer_sources(run: Run) -> tuple[str, str]:
     """The models whose tokenizers policy and reward model use, before any stage has run."""
     if not has_policy(run):  # the reward model's stage alone: its own tokenizer
-        return run.config.reward_model, run.config.reward_model
+        return run.config.reward_model, run.judge or run.config.reward_model
     policy = run.config.actor_model or run.policy_source()
     reward = run.config.reward_model
     if not leaving(run.config.stages, "reward model"):  # an earlier stage may have trained it
         reward = run.trained("reward model") or reward
-    return policy, reward or policy
+    return policy, run.judge or reward or policy

@@ -37,7 +37,6 @@ from tandem.types import (
     PairRow,
     PromptRow,
     RankedRow,
-    Sample,
     Source,
     TokenRow,
 )
@@ -134,6 +133,7 @@ def prepare_rows(
     shuffle: bool = True,
     trains: bool = True,
     trained_on: Collection[bytes] = (),
+    reward_is_finished: bool = False,
 ) -> StepRows:
     """Read the data sets and render them for the configured stages.
 
@@ -141,6 +141,7 @@ def prepare_rows(
         policy, reward: the models whose tokenizers policy and reward model use.
         shuffle: off leaves prompts in the order of the data sets.
         trains: off leaves out the rows that stages train on, which take most of the time.
+        reward_is_finished: even if a stage trains one.
         trained_on: `split.split_key`s; held-out rows that begin so are noted.
     Raises:
         DataError: a file or row cannot be used, and the configuration makes that an error.
@@ -148,13 +149,12 @@ def prepare_rows(
     own, remote = read_template(config.dataset.own_template), config.trust_remote_code
     tokenizer, renderer = load_renderer(policy, trust_remote_code=remote, own=own)
     scores = bool(leaving(config.stages, "reward model"))
-    is_finished = reward != policy and not scores
+    is_finished = reward_is_finished or (reward != policy and not scores)
     reward_tokenizer, reward_renderer = load_renderer(
         reward, trust_remote_code=remote, own=own, unless_its_own=is_finished
     )
     data = _read(config, trains, trained_on)
-    render = Rendering(config, data.ledger)
-    few = _Spread(config.dataset.eval_rows)
+    render, few = Rendering(config, data.ledger), _Spread(config.dataset.eval_rows)
     room, reward_room = positions(policy, config), positions(reward, config)
     prompt_room = None if room is None else room - config.sampling.max_new_tokens
     stages = in_order(config.stages)
@@ -162,8 +162,7 @@ def prepare_rows(
     readers = _readers_of_pairs(stages)
     ptx = _mixed_in(config, data.ledger, scores=scores)
     _note_lost((data, ptx), renderer, data.ledger)
-    judges = _judges(config, renderer, reward_renderer, own)
-    _note_unjudged((*data.prompts, *data.heldout), judges, data.ledger)
+    judges = _judges(config, data, renderer, reward_renderer, own)
     as_prompts = partial(render.prompts, renderer=renderer, judges=judges)
     prompts: list[PromptRow] = []
     if "prompts" in shares:
@@ -238,21 +237,23 @@ def _readers_of_pairs(stages: Sequence[Stage]) -> set[str]:
 
 
 def _judges(
-    config: RunConfig, renderer: Renderer, reward: Renderer, own: OwnTemplate | None
+    config: RunConfig,
+    data: Dataset,
+    renderer: Renderer,
+    reward: Renderer,
+    own: OwnTemplate | None,
 ) -> list[Renderer]:
-    """The renderers of reward models that read answers as text, by templates of their own."""
+    """The renderers of reward models that read answers as text, by templates of their own; what
+    these leave out of turns and tools is noted."""
     remote = config.trust_remote_code
     further = [
         load_renderer(other.source, trust_remote_code=remote, own=own, unless_its_own=True)[1]
         for other in weighted_models(config.scoring.reward_models)
     ]
-    return [judge for judge in (reward, *further) if not judge.renders_like(renderer)]
-
-
-def _note_unjudged(samples: Sequence[Sample], judges: Sequence[Renderer], ledger: Ledger) -> None:
-    """Note turns and tools that the judges' templates leave out."""
+    judges = [judge for judge in (reward, *further) if not judge.renders_like(renderer)]
     for judge in judges:
-        note_unshown(samples, judge, ledger, "the reward model")
+        note_unshown((*data.prompts, *data.heldout), judge, data.ledger, "the reward model")
+    return judges
 
 
 def _mixed_in(config: RunConfig, ledger: Ledger, *, scores: bool) -> Dataset:

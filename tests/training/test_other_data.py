@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -244,3 +245,69 @@ def test_a_run_s_own_texts_to_mix_in_are_no_other_data(
     )
     mixed = {row.source.line for row in rows.ptx} & set(range(1, 21))
     assert account["begin_like_trained"] >= len(mixed) > 0
+
+
+def test_other_models_are_compared_on_the_run_s_rows(
+    tmp_path: Path, finished: RunConfig, tiny_model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(finished.output_dir)
+    lora = tiny_config(tmp_path / "lora", tiny_model, finished.data[0], stages=["sft"])
+    adapted = ran(replace(lora, lora=replace(lora.lora, rank=2)))
+    twin = Path(shutil.copytree(folder / "sft", tmp_path / "sft"))
+    recorded = json.loads((folder / "evaluation.json").read_text())
+    before = {file: file.stat().st_mtime_ns for file in folder.rglob("*")}
+    adapter = str(adapted / "sft" / "adapter")
+    found = evaluate_run(str(folder), 0, models=[str(twin), adapter])
+    models = found["models"]
+    assert list(models) == ["base", "sft", "ppo", "sft-2", "adapter", "reward model"]
+    assert models["sft-2"] == models["sft"] == recorded["models"]["sft"]
+    merged = evaluate_run(str(folder), 0, models=[str(adapted / "sft")])["models"]["sft-2"]
+    assert models["adapter"]["heldout_loss"] == pytest.approx(merged["heldout_loss"], rel=1e-5)
+    assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before
+    assert "sft-2" in capsys.readouterr().out
+
+
+def test_another_reward_model_scores_and_is_measured_in_place_of_the_run_s(
+    tmp_path: Path, finished: RunConfig, tiny_model: str, preferences: str
+) -> None:
+    other = tiny_config(tmp_path / "other", tiny_model, preferences, stages=["reward"],
+                        reward__learning_rate=1e-2, seed=5)  # fmt: skip
+    judge = str(ran(other) / "reward")
+    data = load_data(finished.dataset, finished.data, seed=finished.seed)
+    lines = rows_of(preferences)
+    file = write_rows(tmp_path / "again.jsonl", [lines[s.source.line - 1] for s in data.heldout])
+    by_it = evaluate_run(finished.output_dir, 0, reward_model=judge)
+    its_own = evaluate_run(other.output_dir, 1, data=[file])
+    assert by_it["models"]["reward model"] == its_own["models"]["reward model"]
+    own = json.loads(Path(finished.output_dir, "evaluation.json").read_text())
+    assert by_it["models"]["sft"]["heldout_loss"] == own["models"]["sft"]["heldout_loss"]
+    assert by_it["scores"]["sft"] != own["scores"]["sft"]
+    also = evaluate_run(finished.output_dir, 0, reward_model=judge, data=[file])
+    assert also["models"] == by_it["models"]
+
+
+def test_models_that_cannot_be_compared_are_refused_in_one_line(
+    tmp_path: Path, finished: RunConfig, tiny_model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(finished.output_dir)
+    others = Path(shutil.copytree(tiny_model, tmp_path / "others"))
+    tokenizer = AutoTokenizer.from_pretrained(others)
+    words = json.loads((others / "tokenizer.json").read_text())
+    vocabulary = words["model"]["vocab"]
+    one, two = list(vocabulary)[-2:]
+    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    (others / "tokenizer.json").write_text(json.dumps(words))
+    assert AutoTokenizer.from_pretrained(others).get_vocab() != tokenizer.get_vocab()
+    for flag, model, told in (
+        (
+            "--model",
+            folder / "reward",
+            "--model must be a language model or an adapter of one; got",
+        ),
+        ("--model", tmp_path / "nowhere", "nowhere"),
+        ("--model", others, f"--model '{others}' must have the policy's tokens, which it reads"),
+        ("--reward-model", folder / "sft", "must have a scalar head already"),
+    ):
+        assert main(["eval", str(folder), flag, str(model)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert told in line
