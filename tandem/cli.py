@@ -25,6 +25,7 @@ from tandem.config.schema import RunConfig
 from tandem.config.spellings import listed
 from tandem.config.stages import stage_names
 from tandem.errors import ConfigError, DataError, Stopped, TandemError
+from tandem.files import not_a_run
 from tandem.garbage import collected_seldom
 from tandem.launch.failure import complain, is_launched, leaving_at_signals
 from tandem.launch.flags import LaunchOptions, launch_help, take_launch_flags
@@ -377,7 +378,7 @@ def _report(args: list[str]) -> int:
     parser.flag("--output FILE", "Where to write it.", shown="RUN/report.html", type=home_path)
     options = parser.parse_args(args)
     if not os.path.exists(os.path.join(options.run, "config.yaml")):
-        raise ConfigError(f"{options.run} must be a run's folder (with config.yaml); it is not.")
+        raise ConfigError(not_a_run(options.run))
     from tandem.metrics.report import REPORT_FILE, write_report
 
     try:

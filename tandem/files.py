@@ -3,6 +3,7 @@ cut."""
 
 from __future__ import annotations
 
+import difflib
 import errno
 import fcntl
 import hashlib
@@ -126,6 +127,24 @@ def at_once(read: Callable[[T], R], files: Sequence[T]) -> list[R]:
         return [read(file) for file in files]
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as threads:
         return list(threads.map(read, files))
+
+
+def folder_near(path: str | Path) -> str:
+    """The folder beside one that is not there whose name is nearest to its; empty if none is."""
+    folder = Path(path)
+    try:
+        beside = [inner.name for inner in folder.parent.iterdir() if inner.is_dir()]
+    except (OSError, ValueError):  # no such parent, or one that cannot be read
+        return ""
+    near = difflib.get_close_matches(folder.name, beside, n=1)
+    return str(folder.parent / near[0]) if near else ""
+
+
+def not_a_run(folder: str) -> str:
+    """What to say of a folder that is no run's, with the one beside it that may be meant."""
+    near = "" if os.path.exists(folder) else folder_near(folder)
+    meant = f" Did you mean {near}?" if near else ""
+    return f"{folder} must be a run's folder (with config.yaml); it is not.{meant}"
 
 
 def write_all(file: BinaryIO, content: memoryview) -> None:

@@ -310,3 +310,19 @@ sys.exit(main())
     command = [sys.executable, "-c", code]
     ended = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert ended.stdout.splitlines()[-1] == count
+
+
+@pytest.mark.parametrize(
+    "command", ["eval frst", "report frst", "replay frst --step 1", "export frst --output so-far"]
+)
+def test_a_mistyped_run_is_answered_with_the_folder_beside_it(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    (tmp_path / "first").mkdir()
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys, *command.split())
+    assert code == 2
+    assert "it is not. Did you mean first?" in err

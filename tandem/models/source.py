@@ -13,6 +13,7 @@ from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from tandem.errors import ModelError
+from tandem.files import folder_near
 from tandem.models.composite import layer_numbers, names_beside_parts, text_config, text_part
 from tandem.models.folder import read_headers, read_object
 from tandem.models.hf_logging import quiet
@@ -79,8 +80,8 @@ def locate(path: str | Path) -> Located:
     if is_path or folder.exists() or not text:
         raise ModelError(
             f"model {text!r} must be a folder with config.json; got "
-            f"{'a file' if folder.is_file() else 'no such folder'}. Give a model's folder or its "
-            "hub name."
+            f"{'a file' if folder.is_file() else 'no such folder'}. "
+            + _meant(folder, "Give a model's folder or its hub name.")
         )
     try:
         info = HfApi().model_info(text, timeout=_HUB_TIMEOUT_SECONDS)
@@ -90,9 +91,16 @@ def locate(path: str | Path) -> Located:
         raise ModelError(
             f"model {text!r} must be a folder or a reachable hub name; got no folder "
             f"{os.path.abspath(folder)!r}, nothing in the hub's cache, and from the hub: "
-            f"{cause_of(error)}. Check the spelling, or copy the model here and give its folder."
+            f"{cause_of(error)}. "
+            f"{_meant(folder, 'Check the spelling, or copy the model here and give its folder.')}"
         ) from error
     return Located(text, commit=str(info.sha or ""))
+
+
+def _meant(folder: Path, otherwise: str) -> str:
+    """What to do about a folder that is not there: the one beside it that is called alike."""
+    near = "" if folder.exists() else folder_near(folder)
+    return f"Did you mean {visible(near)}?" if near else otherwise
 
 
 def _in_cache(name: str) -> Path | None:

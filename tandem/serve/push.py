@@ -14,6 +14,7 @@ from huggingface_hub.utils._validators import validate_repo_id
 
 from tandem.checkpoint.beside import verify_beside
 from tandem.errors import ConfigError, ModelError
+from tandem.files import folder_near
 from tandem.models.save import ADAPTER_FOLDER
 from tandem.serve.named_model import find_model
 from tandem.text import one_line, visible
@@ -138,9 +139,10 @@ def _folder_of(model: str, *, adapter: bool) -> Path:
     """
     folder = Path(model)
     if not folder.exists():
+        near = folder_near(folder)
         raise ModelError(
-            f"{visible(model)} must be a model's folder, or a run's; got no such folder. Check the "
-            "spelling."
+            f"{visible(model)} must be a model's folder, or a run's; got no such folder. "
+            f"{visible(f'Did you mean {near}?' if near else 'Check the spelling.')}"
         )
     if adapter and not (folder / "adapter_config.json").is_file():
         folder = folder / ADAPTER_FOLDER

@@ -5,7 +5,6 @@ Nothing is loaded here.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from tandem.config.schema import RunConfig
 from tandem.config.stages import STAGES, Stage, in_order, policy_folders, sources
 from tandem.data.own_template import with_kept_template
 from tandem.errors import CheckpointError, ModelError, TandemError
+from tandem.files import folder_near
 from tandem.models.source import ADAPTER_CONFIG, Located, adapter_base, read_adapter_config
 from tandem.text import visible
 
@@ -111,13 +111,10 @@ def offer_of(path: str, *, base: str = "", is_nowhere: Callable[[str], bool] = i
 def _refuse_misspelled(path: str, folder: Path) -> None:
     """A path whose parent is there is no hub name if something beside it is called alike; and what
     begins like a path, or has more parts than a hub name, never is one."""
-    near: list[str] = []
-    if "/" in path and folder.parent.is_dir():
-        beside = [inner.name for inner in folder.parent.iterdir() if inner.is_dir()]
-        near = difflib.get_close_matches(folder.name, beside, n=1)
+    near = folder_near(folder) if "/" in path else ""
     is_path = path.startswith(("/", ".", "~")) or path.rstrip("/").count("/") > 1
     if near or is_path or folder.exists():
-        found = f"Did you mean {folder.parent / near[0]}?" if near else "Give its folder."
+        found = f"Did you mean {near}?" if near else "Give its folder."
         kind = "a file" if folder.exists() else "no such folder"
         raise ModelError(
             f"{visible(path)} must be a run's folder, a model's folder or a hub name; got {kind}. "

@@ -12,6 +12,7 @@ from tandem.config.schema import RunConfig
 from tandem.config.stages import stage_names
 from tandem.data.own_template import with_kept_template
 from tandem.errors import CheckpointError
+from tandem.files import not_a_run
 
 SAVE_NOW = "save-now"
 """A file of this name in the run's folder asks for a checkpoint after the running step."""
@@ -30,7 +31,7 @@ def config_of_run(folder: str) -> RunConfig:
     """
     path = Path(folder)
     if not (path / "config.yaml").is_file():
-        raise CheckpointError(f"{folder} must be a run's folder (with config.yaml); it is not.")
+        raise CheckpointError(not_a_run(folder))
     config = with_kept_template(load_config(path / "config.yaml"), path)
     return replace(config, output_dir=folder)
 

@@ -49,6 +49,18 @@ def test_a_path_is_never_asked_of_the_hub(name: str, monkeypatch: pytest.MonkeyP
         locate(name)
 
 
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize("name", ["{}/frst", "frst", "runs/frst"])
+def test_a_mistyped_folder_is_answered_with_the_one_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for inner in ("first", "runs/first"):
+        (tmp_path / inner).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=r"Did you mean .*first\?$"):
+        locate(name.format(tmp_path))
+
+
 def test_a_file_is_no_folder(folder: Path) -> None:
     with pytest.raises(ModelError, match="got a file"):
         locate(folder / "config.json")

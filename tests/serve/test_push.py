@@ -180,7 +180,8 @@ def test_what_is_wrong_is_one_line(
     assert "REPO must be OWNER/NAME; got 'a/b/c'" in told(str(folder), "a/b/c")
     assert "REPO must be OWNER/NAME; got 'model': it has no owner" in told(str(folder), "model")
     assert "must be a folder with config.json" in told(str(tmp_path), "you/model")
-    assert "got no such folder. Check the spelling" in told(f"{folder}s", "you/model")
+    assert f"got no such folder. Did you mean {folder}?" in told(f"{folder}s", "you/model")
+    assert "got no such folder. Check the spelling." in told("/nowhere", "you/model")
     assert "trained with --lora-rank" in told(str(tmp_path), "you/model", "--adapter")
     hub.refuses = True
     assert "the hub must accept you/model; got" in told(str(folder), "you/model")
