@@ -34,8 +34,8 @@ _MOVABLE: tuple[Any, ...] = get_args(get_args(get_type_hints(ParallelConfig)["of
 @dataclass(frozen=True)
 class Laid:
     """A run with one layout's knobs: its stages' predictions; changes: the knobs that differ from
-    the configuration. seconds: of all stages, or of a step of each where their number is not
-    known."""
+    the configuration. seconds: of all stages with their evaluations and the comparison at the
+    end, where held-out rows are known; or of a step of each where their number is not known."""
 
     changes: Knobs
     config: RunConfig
@@ -55,7 +55,11 @@ class Laid:
     def seconds(self) -> float:
         """Of all stages, or of one step of each."""
         if self.knows_steps:
-            return sum(stage.total_seconds or 0.0 for stage in self.stages)
+            return sum(
+                (stage.total_seconds or 0.0)
+                + (stage.comparison.seconds if stage.comparison is not None else 0.0)
+                for stage in self.stages
+            )
         return sum(stage.step_seconds for stage in self.stages)
 
     @property

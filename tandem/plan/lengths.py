@@ -7,7 +7,7 @@ token or two of the run's own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from tandem.config.schema import RunConfig, rl_section
 from tandem.config.stages import Stage, in_order, leaving, rl_stage
 from tandem.data.assign import Dataset
 from tandem.data.dataset import load_data, load_text
+from tandem.data.grades import rankings_of
 from tandem.data.loader import evenly
 from tandem.data.own_template import read_template
 from tandem.data.sampled import sampled
@@ -23,7 +24,7 @@ from tandem.errors import DataError
 from tandem.message import answer_text
 from tandem.ops.sizes import BLOCK_TOKENS
 from tandem.plan.prompt_frame import Count, PromptFrame
-from tandem.predict.rows import Rows, rows_of
+from tandem.predict.rows import Heldout, Rows, rows_of
 from tandem.rewards.tool_schema import offered_tools
 from tandem.text import counted
 from tandem.types import Sample
@@ -56,19 +57,89 @@ def rows_by_stage(config: RunConfig, model: str) -> dict[str, Rows]:
     if offered:
         prompts = [replace(sample, tools=sample.tools or offered) for sample in data.prompts]
         data = replace(data, prompts=prompts)
-    ptx = 0.0
+    ptx, mixed = 0.0, []
     if rl_section(config).ptx_data:
         named = rl_section(config).ptx_data
         scores = bool(leaving(config.stages, "reward model"))
         found = load_text(
             named, config.dataset, seed=config.seed, scores=scores, read=sampled(named)[0]
         )
-        texts = found.train
+        texts, mixed = found.train, found.heldout
         lengths = [sum(n for n, _ in _whole(s, count, frame)) for s in _some(texts)]
         ptx = min(sum(lengths) / max(1, len(lengths)), config.dataset.max_tokens)
+    heldout = heldout_rows(config, data.heldout, mixed, count, frame, every)
     return {
-        stage.name: _rows(config, stage, data, count, frame, how, ptx, every) for stage in stages
+        stage.name: replace(
+            _rows(config, stage, data, count, frame, how, ptx, every), heldout=heldout
+        )
+        for stage in stages
     }
+
+
+def heldout_rows(
+    config: RunConfig,
+    samples: Sequence[Sample],
+    mixed: Sequence[Sample],
+    count: Count,
+    frame: PromptFrame,
+    every: int,
+) -> Heldout:
+    """What evaluations read.
+
+    Args:
+        samples: held out; mixed: of `ptx_data`. every: rows that each of them stands for.
+    """
+    alike = frame.common_tokens((s.prompt, s.tools) for s in _some(samples) if s.text is None)
+    alike = alike // BLOCK_TOKENS * BLOCK_TOKENS
+    longest, longest_prompt = config.dataset.max_tokens, config.dataset.max_prompt_tokens
+
+    def rows(
+        chosen: Sequence[Sample],
+        measure: Callable[[Sample], list[tuple[int, int]]],
+        limit: int = longest,
+        *,
+        share: bool = False,
+    ) -> Rows:
+        measured = [measure(sample) for sample in _some(chosen)]
+        if config.dataset.on_long_row == "truncate":
+            measured = [[(min(n, limit), min(a, limit)) for n, a in row] for row in measured]
+        kept = [row for row in measured if max(n for n, _ in row) <= limit]
+        if not kept:
+            return Rows()
+        each = [[sequence] for row in kept for sequence in row]
+        number = round(every * len(chosen) * len(each) / len(measured))
+        found = replace(rows_of(each, number, ""), alike=alike)
+        together = rows_of(kept, number, "")  # with prompts once
+        return replace(found, tokens=together.tokens / together.sequences) if share else found
+
+    def whole(sample: Sample) -> list[tuple[int, int]]:
+        return _whole(sample, count, frame)
+
+    def answers(sample: Sample) -> list[tuple[int, int]]:
+        return _pair(sample, count, frame)
+
+    def prompt(sample: Sample) -> list[tuple[int, int]]:
+        return [(frame.tokens(sample.prompt, sample.tools), 0)]
+
+    ranked = [replace(sample, ranking=()) for sample in rankings_of(samples)]
+    return Heldout(
+        texts=rows([s for s in samples if _has_text(s)], whole),
+        pairs=rows([s for s in ranked if _is_pair(s)], answers),
+        graded=rows([s for s in samples if s.grade is not None], lambda s: answers(s)[:1]),
+        labelled=rows(
+            [s for s in ranked if s.label is not None or _is_pair(s)], answers, share=True
+        ),
+        prompts=rows([s for s in samples if s.prompt], prompt, longest_prompt),
+        ptx=rows([s for s in mixed if _has_text(s)], whole),
+    )
+
+
+def _has_text(sample: Sample) -> bool:
+    return sample.text is not None or sample.chosen is not None
+
+
+def _is_pair(sample: Sample) -> bool:
+    return sample.chosen is not None and sample.rejected is not None
 
 
 def longest_rows(config: RunConfig, stage: Stage) -> Rows:

@@ -50,6 +50,8 @@ def show_plan(
     console.print(table)
     for stage in laid.stages:
         _say(console, _sums(stage))
+    if line := _comparison(laid):
+        _say(console, line)
     _verdict(console, laid, others, limit)
     for note in notes:
         _say(console, note, style="dim")
@@ -107,13 +109,37 @@ def _sums(stage: StagePrediction) -> str:
     steps = counted(num_steps, "step") if num_steps else "an unknown number of steps"
     parts = [f"{stage.stage}: {steps} of {_seconds(stage.step_seconds)} s"]
     if stage.total_seconds is not None:
-        parts.append(f"in all {duration(stage.total_seconds)} without evaluations")
+        beside = "" if stage.evaluations else " without evaluations, whose rows are not known"
+        parts += [*_evaluations(stage), f"in all {duration(stage.total_seconds)}{beside}"]
     if stage.dollars is not None:
         parts.append(f"${stage.dollars:,.2f}")
     parts.append(f"disk {size_text(stage.disk)}")
     if not stage.hardware.on_cpu:
         parts.append(f"host {size_text(stage.host)} a rank")
     return ", ".join(parts)
+
+
+def _evaluations(stage: StagePrediction) -> list[str]:
+    """How many evaluations a stage has, and how long one takes."""
+    found = stage.evaluations
+    if found is None or not found.count:
+        return []
+    if not found.each:
+        return ["no rows to evaluate on"]
+    return [f"{counted(found.count, 'evaluation')} of {_seconds(found.each)} s ({found.reads})"]
+
+
+def _comparison(laid: Laid) -> str:
+    """The line about the comparison at the end; "" where its rows are not known."""
+    found = laid.stages[-1].comparison
+    if found is None:
+        return ""
+    whole = f", the run {duration(laid.seconds)}" if laid.knows_steps else ""
+    reads = f" ({found.reads} each)" if found.reads else ""
+    return (
+        f"comparison at the end: {counted(found.models, 'model')}{reads}, "
+        f"{duration(found.seconds)}{whole}"
+    )
 
 
 def _verdict(console: Console, laid: Laid, others: Sequence[Laid], limit: float | None) -> None:
@@ -168,6 +194,7 @@ def plan_values(
     laid: Laid, others: Sequence[Laid], limit: float | None, notes: Sequence[str]
 ) -> dict[str, Any]:
     """The same figures for programs, as docs/plan.schema.json says: bytes and seconds."""
+    compared = laid.stages[-1].comparison
     return {
         "hardware": laid.stages[0].hardware.name,
         "ranks": laid.stages[0].ranks,
@@ -177,6 +204,7 @@ def plan_values(
         "fits": laid.fits(limit),
         "limit_bytes": laid.worst.budget if limit is None else limit,
         "peak_bytes": laid.peak,
+        "comparison_seconds": None if compared is None else compared.seconds,
         "stages": [stage_values(stage) for stage in laid.stages],
         "layouts": [
             {"changes": dict(other.changes), "flags": other.flags(),
@@ -198,6 +226,7 @@ def stage_values(stage: StagePrediction) -> dict[str, Any]:
         "stage": stage.stage,
         "steps": stage.work.steps,
         "step_seconds": stage.step_seconds,
+        "evaluations": _evaluation_values(stage),
         "total_seconds": stage.total_seconds,
         "dollars": stage.dollars,
         "disk_bytes": stage.disk,
@@ -211,6 +240,13 @@ def stage_values(stage: StagePrediction) -> dict[str, Any]:
             for name, phase in stage.phases.items()
         },
     }  # fmt: skip
+
+
+def _evaluation_values(stage: StagePrediction) -> dict[str, Any] | None:
+    found = stage.evaluations
+    if found is None:
+        return None
+    return {"count": found.count, "each_seconds": found.each, "once_seconds": found.once}
 
 
 def _seconds(seconds: float | None) -> str:

@@ -21,7 +21,8 @@ class Rows:
     of the longest row (0: of its sequences, each the longest). cost, dearest: mean and most of what
     a row takes of a micro-batch's tokens, every sequence counted as its longest (0: its tokens).
     alike: tokens that rows begin with alike, a micro-batch's first excepted, in whole blocks.
-    ptx: mean tokens of a row of ptx_data. source: where the figures are from, for the user.
+    ptx: mean tokens of a row of ptx_data. heldout: the run's, if they are known. source: where the
+    figures are from, for the user.
     """
 
     count: int = 0
@@ -34,7 +35,22 @@ class Rows:
     dearest: int = 0
     alike: int = 0
     ptx: float = 0.0
+    heldout: Heldout | None = None
     source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heldout:
+    """The rows that no stage of a run trains on, by kind, each of their sequences as a row (a pair:
+    two); `Rows()` where there are none. labelled: answers to one prompt are read together, with the
+    prompt once in `tokens`, not in `cost`."""
+
+    texts: Rows = Rows()
+    pairs: Rows = Rows()
+    graded: Rows = Rows()
+    labelled: Rows = Rows()
+    prompts: Rows = Rows()
+    ptx: Rows = Rows()
 
 
 def rows_of(lengths: Sequence[Sequence[tuple[int, int]]], count: int, source: str) -> Rows:

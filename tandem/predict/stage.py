@@ -9,11 +9,12 @@ from functools import cached_property, partial
 from tandem.config.engine import engine_settings
 from tandem.config.rules import has_reference
 from tandem.config.schema import RLConfig, RunConfig
-from tandem.config.stages import Stage
+from tandem.config.stages import Stage, in_order
 from tandem.memory.dimensions import Shape
 from tandem.memory.model import FLOAT, Layout, MemoryPlan, layout_of, trained_parameters
 from tandem.memory.work import logits_rows
 from tandem.predict.constants import constants
+from tandem.predict.evaluation import Comparison, Evaluating, Evaluations
 from tandem.predict.hardware import Hardware
 from tandem.predict.memory import (
     Device,
@@ -67,7 +68,8 @@ class StagePrediction:
 
     phases: by name, in order. work: of a step. disk: bytes written at most. models: bytes of the
     models that it leaves, at least. host: bytes per rank in host memory beside a GPU. hardware:
-    what for.
+    what for. evaluations: None where held-out rows are not known. comparison: of the run's models,
+    behind its last stage.
     """
 
     stage: str
@@ -79,6 +81,8 @@ class StagePrediction:
     disk: float
     models: float
     host: float
+    evaluations: Evaluations | None = None
+    comparison: Comparison | None = None
 
     @cached_property
     def peak(self) -> float:
@@ -98,11 +102,13 @@ class StagePrediction:
 
     @property
     def total_seconds(self) -> float | None:
-        """Of the whole stage; None where the number of its steps is not known."""
+        """Of the whole stage, with its evaluations where they are known; None where the number of
+        its steps is not."""
         if not self.work.steps:
             return None
         once = sum(p.seconds or 0.0 for name, p in self.phases.items() if name in ("load", "save"))
-        return once + self.work.steps * self.step_seconds
+        evaluated = 0.0 if self.evaluations is None else self.evaluations.seconds
+        return once + self.work.steps * self.step_seconds + evaluated
 
     @property
     def dollars(self) -> float | None:
@@ -150,6 +156,16 @@ def predict_stage(
         times.pop("save", None)
     phases = _with_memory(memory, times, hardware, ranks, rows.count)
     trained = _trained(config, stage, models, policy, value)
+    evaluations = comparison = None
+    if rows.heldout is not None:
+        phases_of = constants(hardware.kind, hardware.name).phases
+        evaluating = Evaluating(
+            config=config, models=models, heldout=rows.heldout, pace=pace, policy=policy,
+            value=value, ranks=ranks, packs=packs, known=phases_of,
+        )  # fmt: skip
+        evaluations = evaluating.of_stage(stage, work.steps)
+        if stage == in_order(config.stages)[-1]:
+            comparison = evaluating.comparison()
     return StagePrediction(
         stage=stage.name,
         ranks=ranks,
@@ -160,6 +176,8 @@ def predict_stage(
         disk=_disk(config, trained, models, stage),
         models=_saved_width(config, models) * _saved(config, trained, models, stage),
         host=sum(memory.host.values()) + config.save_async * _copied(trained),
+        evaluations=evaluations,
+        comparison=comparison,
     )
 
 

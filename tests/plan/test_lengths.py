@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from tandem.errors import DataError
 from tandem.plan.lengths import rows_by_stage
+from tandem.predict.rows import Rows
 from tandem.training.stage_data import prepare_rows
 from tests.tiny import save_tiny_model, tiny_config, write_preferences
 
@@ -110,3 +112,35 @@ def test_a_template_that_cannot_be_rendered_counts_a_few_tokens_a_turn(tmp_path:
     named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "no"}]
     (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": named}))
     assert rows_by_stage(config, str(model))["ppo"].tokens > found[0] + 10
+
+
+def test_held_out_rows_are_those_that_the_run_evaluates_on(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    data = write_preferences(tmp_path / "prefs.jsonl", 240)
+    stages = {"stages": ["sft", "kto"], "dataset__heldout": 0.4, "dataset__eval_rows": 0}
+    config = tiny_config(tmp_path / "run", model, data, **stages)
+    config = replace(config, ppo=replace(config.ppo, ptx_data=(data,)))
+    for names in (("sft", "kto"), ("sft", "reward", "ppo")):
+        config = replace(config, stages=names)
+        made, found = prepare_rows(config, model, model), rows_by_stage(config, model)
+        heldout = found["sft"].heldout
+        assert heldout is not None
+        assert heldout == found[names[-1]].heldout
+        scored = [s for pair in made.heldout_pairs for s in (pair.chosen, pair.rejected)]
+        assert len(made.heldout_sft) > 60
+        for own, rows in (
+            (heldout.texts, made.heldout_sft),
+            (heldout.pairs, scored),
+            (heldout.prompts, made.heldout_prompts),
+        ):
+            lengths = [len(row) for row in rows]
+            assert own.count == len(rows)
+            assert own.tokens == pytest.approx(sum(lengths) / len(rows), abs=1)
+        assert heldout.graded == Rows()
+        assert "ppo" not in names or heldout.ptx.count == len(made.heldout_ptx) > 60
+        if made.heldout_labelled:
+            assert heldout.labelled.count == len(made.heldout_labelled)
+            whole = sum(len(row.answer) for row in made.heldout_labelled)
+            assert heldout.labelled.cost == pytest.approx(whole / heldout.labelled.count, abs=1)
+            assert heldout.labelled.tokens < heldout.labelled.cost  # a prompt counts once
+    assert rows_by_stage(replace(config, data=()), model)["sft"].heldout is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from tandem.predict.constants import SHIPPED
 from tandem.predict.hardware import as_values, find_hardware
 from tandem.predict.machine import MACHINE_FILE
 from tandem.predict.record import Outcome, add_outcomes, read_outcomes
+from tests.tiny import write_preferences
 
 SHAPE = ("--shape", "layers=4,width=256,heads=4,vocabulary=8192", "--reward-model",
          "facebook/opt-350m")  # fmt: skip
@@ -358,3 +360,32 @@ def test_a_run_is_predicted_again_and_keeps_what_was_measured(tmp_path: Path) ->
     assert found["stage"].predicted_seconds == found["train"].predicted_seconds
     assert found["train"].terms["products"] > 0
     assert found["?"].predicted_bytes == 1.0  # a phase that is not predicted
+
+
+@pytest.mark.usefixtures("machine")
+def test_evaluations_and_the_comparison_have_their_place_in_the_time(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    data = write_preferences(tmp_path / "prefs.jsonl", 200)
+    asked = [*SHAPE, "--data", data, "--heldout", "0.2", "--sft.max-steps", "5"]
+    asked += ["--sft.epochs", "9", "--sft.batch-size", "8", "--stages", "sft", "reward"]
+    asked += ["--sft.eval-every", "2"]
+    code, said, _ = run(capsys, *asked)
+    assert code == 0
+    (line,) = (line for line in said.splitlines() if line.startswith("sft: "))
+    assert "5 steps of " in line
+    assert re.search(r"4 evaluations of [\d.]+ s \(\d+ texts\), in all ", line)
+    assert re.search(r"comparison at the end: 1 model \(.* each\), [\d.]+ s, the run ", said)
+    assert "without evaluations" not in said
+    values = json.loads(run(capsys, *asked, "--json")[1])
+    fewer = json.loads(run(capsys, *asked[:-1], "0", "--json")[1])
+    (sft, reward), (once, _) = values["stages"], fewer["stages"]
+    assert (sft["evaluations"]["count"], once["evaluations"]["count"]) == (4, 2)
+    each = sft["evaluations"]["each_seconds"]
+    assert sft["total_seconds"] - once["total_seconds"] == pytest.approx(2 * each)
+    whole = sft["total_seconds"] + reward["total_seconds"] + values["comparison_seconds"]
+    (as_it_is,) = (way for way in values["layouts"] if not way["changes"])
+    assert as_it_is["seconds"] == pytest.approx(whole)
+    _, said, _ = run(capsys, *SHAPE, "--no-data", "--stages", "sft", "--sft.max-steps", "5")
+    assert "without evaluations, whose rows are not known" in said
+    assert "comparison at the end" not in said

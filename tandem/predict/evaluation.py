@@ -1,0 +1,227 @@
+"""How long evaluations take, and the comparison of a run's models at its end.
+
+Both are forwards over held-out rows and answers to held-out prompts, of the kinds of work that a
+step has, so their terms and coefficients are those of its phases (`seconds`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tandem.config.conversations import answer_tokens
+from tandem.config.rules import has_reference
+from tandem.config.schema import RLConfig, RunConfig, rl_section
+from tandem.config.stages import Stage, in_order, leaving, of_family
+from tandem.memory.dimensions import Shape
+from tandem.memory.model import FLOAT, Layout
+from tandem.memory.work import logits_rows
+from tandem.predict.memory import Models
+from tandem.predict.rows import Heldout, Rows
+from tandem.predict.seconds import Pace, generating, loading, scoring
+from tandem.predict.work import Work, num_reward_models
+
+_PAIR = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluations:
+    """Of a stage. count: before the first step, every `eval_every` steps and after the last one; 0
+    where the number of steps is not known. each: seconds. once: seconds that the reference takes
+    for the rows, before the first. reads: what one reads, in words."""
+
+    count: int
+    each: float
+    once: float = 0.0
+    reads: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """All of them."""
+        return self.count * self.each + self.once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Of a run's models at its end. models: policies. reads: what each reads, in words."""
+
+    models: int
+    seconds: float
+    reads: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluating:
+    """What evaluations of a run are predicted from.
+
+    policy, value: how models of the policy's and the reward model's shape lie on the ranks. packs:
+    as for `seconds.generating`. known: coefficients by phase.
+    """
+
+    config: RunConfig
+    models: Models
+    heldout: Heldout
+    pace: Pace
+    policy: Layout
+    value: Layout
+    ranks: int
+    packs: bool
+    known: Mapping[str, Mapping[str, float]]
+
+    def of_stage(self, stage: Stage, steps: int) -> Evaluations:
+        """A stage's, of so many steps (0: not known)."""
+        config, found = self.config, self.heldout
+        section: Any = getattr(config, stage.section)
+        count = num_evaluations(steps, section.eval_every)
+        compared = self.models.reference or self.models.policy
+        if stage.family == "rl":
+            return self._of_answers(stage, section, count)
+        if stage.share == "texts":
+            texts = self._few(found.texts)
+            return Evaluations(count=count, each=self._policy(texts), reads=_said(texts, "text"))
+        if stage.leaves == "reward model":
+            pairs, graded = self._few(found.pairs, _PAIR), self._few(found.graded)
+            both = [_said(pairs, "pair", _PAIR), _said(graded, "graded answer")]
+            each = self._judge(pairs) + self._judge(graded)
+            return Evaluations(count=count, each=each, reads=_joined(both))
+        refers = has_reference(config, stage)
+        if stage.labelled:
+            rows = self._few(found.labelled)
+            mismatched = replace(rows, tokens=rows.cost)  # for the baseline: no prompt is shared
+            each = self._policy(rows) + self._policy(mismatched)
+            each += refers * self._forward(compared, mismatched)
+            reads = _said(rows, "answer")
+        else:
+            rows = self._few(found.pairs, _PAIR)
+            each, reads = self._policy(rows), _said(rows, "pair", _PAIR)
+        once = refers * self._forward(compared, rows)
+        return Evaluations(count=count, each=each, once=once, reads=reads)
+
+    def _of_answers(self, stage: Stage, rl: RLConfig, count: int) -> Evaluations:
+        samples = self.config.sampling.samples_per_prompt
+        judges = num_reward_models(self.config, stage)
+        work = self._answering(rl.eval_prompts, samples)
+        each = self._answered(work, judges) * (2 if rl.ema else 1)
+        if has_reference(self.config, stage) and work is not None:
+            for shape in (self.models.policy, self.models.reference or self.models.policy):
+                each += self._scored(shape, _frozen(self.policy), work)
+        mixed = self._few(self.heldout.ptx) if rl.ptx_data else Rows()
+        prompts = min(self.heldout.prompts.count, rl.eval_prompts)
+        reads = [_count(prompts, "prompt"), _said(mixed, "mixed text")]
+        return Evaluations(count=count, each=each + self._policy(mixed), reads=_joined(reads))
+
+    def comparison(self) -> Comparison:
+        """Every policy, and the reward model, of the run's own stages."""
+        config, shape = self.config, self.models.policy
+        rl = rl_section(config)
+        stages = of_family(config.stages, "rl")
+        judges = num_reward_models(config, stages[-1]) if stages else 0
+        trains_judge = bool(leaving(config.stages, "reward model"))
+        judges = judges or int(not stages and trains_judge)
+        texts, pairs = self._few(self.heldout.texts), self._few(self.heldout.pairs, _PAIR)
+        graded = self._few(self.heldout.graded)
+        policies = num_policies(config)
+        size = FLOAT * shape.parameters
+        load = self.known["load"]
+        each = loading(size, 0.0, 1, self.pace).seconds(load) + self._policy(texts)
+        each += self._answered(self._answering(rl.eval_prompts, 1), judges)
+        seconds = policies * each
+        if judges:
+            size = FLOAT * self.models.value.parameters
+            seconds += judges * loading(size, 0.0, 1, self.pace).seconds(load)
+            seconds += self._judge(pairs) + self._judge(graded)
+        reads = [_said(texts, "text"), _count(min(self.heldout.prompts.count, rl.eval_prompts),
+                                              "prompt")]  # fmt: skip
+        return Comparison(models=policies, seconds=seconds, reads=_joined(reads))
+
+    def _few(self, rows: Rows, sequences: int = 1) -> Rows:
+        """As many of a kind as an evaluation reads."""
+        most = self.config.dataset.eval_rows * sequences
+        return replace(rows, count=min(rows.count, most)) if most else rows
+
+    def _policy(self, rows: Rows) -> float:
+        return self._forward(self.models.policy, rows)
+
+    def _judge(self, rows: Rows) -> float:
+        return self._forward(self.models.value, rows)
+
+    def _forward(self, shape: Shape, rows: Rows) -> float:
+        """Seconds of a model's forward over rows."""
+        if not rows.count:
+            return 0.0
+        layout = self.value if shape.is_scalar else self.policy
+        mine = -(-rows.count // self.ranks)
+        batches = -(-mine * rows.tokens // self.config.micro_batch_tokens)
+        tokens = mine * rows.tokens - max(0.0, mine - batches) * rows.alike
+        work = Work(
+            tokens=tokens, answered=mine * rows.answered, sequences=mine, micro_batches=batches,
+            micro_tokens=0, rehearsed=0, alike=rows.alike,
+        )  # fmt: skip
+        return self._scored(shape, _frozen(layout), work)
+
+    def _scored(self, shape: Shape, layout: Layout, work: Work) -> float:
+        known = self.known.get("evaluate") or self.known["score"]
+        return scoring(shape, layout, work, self.pace).seconds(known)
+
+    def _answering(self, most: int, samples: int) -> Work | None:
+        """The answers to at most so many held-out prompts; None of none."""
+        rows, config = self.heldout.prompts, self.config
+        prompts = min(rows.count, most)
+        if not prompts:
+            return None
+        new = answer_tokens(config, rows.longest, self.models.positions)
+        mine = -(-prompts * samples // self.ranks)
+        each = (rows.tokens - rows.alike) / samples + new
+        tokens = mine * each
+        return Work(
+            tokens=tokens, answered=mine * new, sequences=mine,
+            micro_batches=-(-tokens // config.micro_batch_tokens), micro_tokens=0, rehearsed=0,
+            rows=mine, prompts=mine / samples, at_once=min(config.generation_batch_size, mine),
+            prompt=rows.tokens, longest_prompt=rows.longest, new=new, alike=rows.alike,
+        )  # fmt: skip
+
+    def _answered(self, work: Work | None, judges: int) -> float:
+        """Seconds of answers and of so many reward models' scores."""
+        if work is None:
+            return 0.0
+        at_once = min(work.at_once, logits_rows(self.models.policy, self.policy, FLOAT))
+        found = generating(
+            self.models.policy, self.policy, work, self.pace, at_once, packs=self.packs
+        ).seconds(self.known["generate"])
+        return found + judges * self._scored(self.models.value, _frozen(self.value), work)
+
+
+def num_evaluations(steps: int, every: int) -> int:
+    """Before the first of so many steps, after each `every` of them, and after the last; 0 of an
+    unknown number."""
+    if not steps:
+        return 0
+    after = -(-steps // every) if every else 1
+    return 1 + after
+
+
+def num_policies(config: RunConfig) -> int:
+    """What a comparison finds: the base and what the run's own stages leave, averages included."""
+    found = int(bool(config.actor_model))
+    for stage in in_order(config.stages):
+        section = getattr(config, stage.section)
+        averages = isinstance(section, RLConfig) and section.ema
+        found += min(len(stage.policies), 1 + averages)
+    return found
+
+
+def _frozen(layout: Layout) -> Layout:
+    return replace(layout, is_trained=False)
+
+
+def _said(rows: Rows, noun: str, sequences: int = 1) -> str:
+    return _count(rows.count // sequences, noun)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}" if number else ""
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return ", ".join(filter(None, parts))
