@@ -85,7 +85,7 @@ def test_commands_on_its_folder_do_not_wait_for_other_stages_nor_ask_for_data(
     trainer = PPOTrainer(make_engine(config, tiny_model), config, reward_function=brevity)
     for _ in (loop := TrackedLoop(trainer, 1, print_line=quiet)):
         loop.log({})
-    assert config.stages != ["ppo"]
+    assert config.stages != ("ppo",)
     assert notes_of(str(folder)) == []
     with pytest.raises(CheckpointError, match="to be repeated; got a run without any"):
         replay(str(folder), 1)
