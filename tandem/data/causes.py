@@ -14,11 +14,13 @@ _SHOWN = 5
 _GOOD, _BAD = ("chosen", "preferred", "accepted", "good"), ("reject", "bad")
 _ANSWERS = ("response", "answer", "output", "completion", "generation", "solution", "target")
 _SCORES = ("score", "rating", "grade")
+_LABELS = ("label", "thumb", "vote", "feedback", "desirable", "liked", "is_good", *_SCORES)
 _VERDICTS = ("annotat", "prefer", "better", "winner", "verdict", "choice", "label")
 
 
-def why_none(ledger: Ledger, share: Share) -> list[str]:
-    """Sentences on the data sets that could not give a row to a stage of this share.
+def why_none(ledger: Ledger, share: Share, *, labelled: bool = False) -> list[str]:
+    """Sentences on the data sets that could not give a row to a stage of this share, and to one
+    that learns from labelled answers if `labelled`.
 
     Example: "All 60 usable rows of a are prompts alone: no stage reads their columns reply, rating.
     Map the answer's column, as in a.jsonl::completion=reply"
@@ -28,7 +30,7 @@ def why_none(ledger: Ledger, share: Share) -> list[str]:
         if account.rows and account.num_dropped == account.rows:
             found.append(_all_bad(account))
         elif share != "prompts" and _are_prompts_alone(account) and account.unread:
-            found.append(_prompts_alone(account, share))
+            found.append(_prompts_alone(account, share, labelled))
     return found
 
 
@@ -49,10 +51,10 @@ def _are_prompts_alone(account: DatasetLedger) -> bool:
     )
 
 
-def _prompts_alone(account: DatasetLedger, share: Share) -> str:
+def _prompts_alone(account: DatasetLedger, share: Share, labelled: bool) -> str:
     names = [visible(name)[:30] for name, _ in account.unread.most_common()]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    answers, what = _map_of_answers(account, share)
+    answers, what = _map_of_answers(account, share, labelled)
     prompt = next(iter(account.shapes)).partition(" with ")[2]  # a map is written whole
     if answers.partition("=")[0] in FOUND_BESIDE:
         prompt = ""
@@ -66,7 +68,7 @@ def _prompts_alone(account: DatasetLedger, share: Share) -> str:
     )
 
 
-def _map_of_answers(account: DatasetLedger, share: Share) -> tuple[str, str]:
+def _map_of_answers(account: DatasetLedger, share: Share, labelled: bool) -> tuple[str, str]:
     """The column map that may read the answers, and what it maps.
 
     A column with lists is no answer: it may hold several, with a list of scores beside it.
@@ -92,6 +94,13 @@ def _map_of_answers(account: DatasetLedger, share: Share) -> tuple[str, str]:
             scores = _like(inside, _SCORES, 0)
         answers = "" if several[0] in LISTS else f"answers={visible(several[0])},"
         return f"{answers}scores={scores}", "the list of the answers' scores"
+    judged = [name for name in single if _is_like(name, _LABELS)]
+    is_pair = any(_is_like(name, _BAD) for name in single)
+    if share == "pairs" and not is_pair and (judged or labelled):
+        role = "label" if labelled else "grade"
+        texts = [name for name in single if name not in judged]
+        columns = f"completion={_like(texts, _ANSWERS, 0)},{role}={_like(judged, _LABELS, 0)}"
+        return columns, f"the columns of the answer and of its {role}"
     if share == "pairs":
         good, bad = _like(single, _GOOD, 0), _like(single, _BAD, 1)
         return f"chosen={good},rejected={bad}", "the answer's column"

@@ -307,7 +307,7 @@ def _empty_steps(config: RunConfig, rows: StepRows) -> list[str]:
     for stage in in_order(config.stages):
         if not rows.of(stage):
             advice = "See the data account above, --data-split, and the lengths"
-            causes = why_none(rows.ledger, stage.share) or [advice]
+            causes = why_none(rows.ledger, stage.share, labelled=stage.labelled) or [advice]
             if stage.share == "prompts" and rl_section(config).tools:
                 section = rl_stage(config.stages).section
                 room = f"dataset.max_prompt_tokens is {config.dataset.max_prompt_tokens}"

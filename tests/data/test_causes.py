@@ -121,6 +121,26 @@ def test_the_map_of_several_answers_names_no_list_as_an_answer(
     assert why_none(Ledger.from_json(ledger.to_json()), share) == [told]
 
 
+@pytest.mark.parametrize(
+    ("row", "labelled", "map_"),
+    [
+        ({"prompt": "a", "reply": "b", "thumbs": 1}, True, "completion=reply,label=thumbs"),
+        ({"prompt": "a", "answer": "b"}, True, "completion=answer,label=COLUMN"),
+        ({"prompt": "a", "reply": "b", "thumbs": 1}, False, "completion=reply,grade=thumbs"),
+        (
+            {"prompt": "a", "yes": "b", "rejected_one": "c"},
+            True,
+            "chosen=yes,rejected=rejected_one",
+        ),
+    ],
+)
+def test_one_answer_and_what_was_said_of_it_are_no_pair(
+    row: dict[str, Any], labelled: bool, map_: str, tmp_path: Path
+) -> None:
+    (told,) = why_none(ledger_of(tmp_path / "a.jsonl", [row]), "pairs", labelled=labelled)
+    assert told.endswith(f"a.jsonl::{map_}")
+
+
 def test_rows_that_are_all_bad_name_the_commonest_cause(tmp_path: Path) -> None:
     rows = [{"chosen": "a", "rejected": "b"}, {"foo": 1}, {"foo": 1}]
     for share in ("texts", "prompts"):
