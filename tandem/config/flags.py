@@ -227,6 +227,7 @@ class _CommandLine:
         self._rl = rl
         stage = command if reader is None else reader.stage
         self._section = "" if stage == "train" else stage_of(stage).section
+        self._read_knobs = [n for n in knob_types() if reader is None or reader.reads(n)]
         self._help = "--help-all" if reader is None else "--help"
         self._shorts = short_flags(rl or self._section) | dict(reader.shorts if reader else {})
         self._flags = {"--config": "config"}
@@ -320,7 +321,7 @@ class _CommandLine:
         if self._rl:
             own = [self._rl] if conversion(name, self._rl) else [*own, self._rl]
         spell = _flag if "." in flag else lambda name: self._shorts.get(name, _flag(name))
-        return advice(name, knob_types(), own, spell)
+        return advice(name, self._read_knobs, own, spell)
 
 
 def _is_value(word: str) -> bool:

@@ -473,6 +473,7 @@ def test_a_row_has_its_prompts_tools_and_calls() -> None:
         (["--kl-coef", "1"], "--ppo.kl-coef is not read by tandem sample"),
         (["--outptu", "x"], "--outptu is not a flag of tandem sample. Did you mean --output?"),
         (["--temprature", "1"], "Did you mean --temperature?"),
+        (["--lr", "1"], "--lr is not a flag of tandem sample. See tandem sample --help"),
         (["--temperature", "0"], "sampling.temperature must be >= 0.0001; got 0"),
         (["--output", "a.csv"], "--output must end in .jsonl; got 'a.csv'"),
         (["--model", "sft"], "--model must go with a run's folder"),
