@@ -15,6 +15,7 @@ from transformers import LlamaConfig, OPTConfig, PreTrainedConfig, Qwen3Config
 from tandem.cli import main
 from tandem.config.flags import parse_run_flags
 from tandem.config.load import check_config, load_config
+from tandem.config.schema import RunConfig
 from tandem.ops import native
 from tandem.plan import run
 from tandem.plan.run import plan_memory
@@ -163,3 +164,12 @@ def _parameters(config: PreTrainedConfig) -> int:
     from tandem.memory.shape import shape_of
 
     return shape_of(config).parameters
+
+
+def test_the_pages_lines_of_python_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    OPT_1B.save_pretrained(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", SWEEP, re.DOTALL)
+    capsys.readouterr()
+    exec(code, {"config": RunConfig(), "MODEL": str(tmp_path)})
+    phase, *_ = capsys.readouterr().out.split()
+    assert phase in ("generate", "score", "train")
