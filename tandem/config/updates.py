@@ -1,11 +1,16 @@
-"""How many optimizer steps a rollout gives."""
+"""How many rollouts a stage has, and how many optimizer steps a rollout gives."""
 
 from __future__ import annotations
 
-from tandem.config.schema import RunConfig, rl_section
+from tandem.config.schema import RLConfig, RunConfig, rl_section
 
 _MINIBATCHES = 8
 """Of a rollout, where `minibatch_size` names no size."""
+
+
+def num_rollouts(rl: RLConfig, num_prompts: int) -> int:
+    """Steps of the RL stage, of which 0 means one pass over its prompts."""
+    return rl.steps or -(-num_prompts // rl.prompts_per_step)
 
 
 def num_updates(config: RunConfig, num_steps: int) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem.checkpoint.state import SavedState
-from tandem.config.updates import minibatch_size
+from tandem.config.updates import minibatch_size, num_rollouts
 from tandem.data.loader import BatchOrder
 from tandem.engine.forward import Rows
 from tandem.engine.hybrid import RLHFEngine
@@ -74,7 +74,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
         batch_size=config.ppo.prompts_per_step,
         seed=config.seed,
         epochs=None,
-        max_steps=config.ppo.steps or -(-len(prompts) // config.ppo.prompts_per_step),
+        max_steps=num_rollouts(config.ppo, len(prompts)),
     )
     engine = RLHFEngine(
         run.settings,

@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from tandem.checkpoint.state import SavedState
-from tandem.config.rules import warmup_problem
 from tandem.config.schema import GRPOConfig, PPOConfig, RunConfig, SamplingConfig, rl_section
 from tandem.config.stages import rl_stage
+from tandem.config.updates import num_rollouts
 from tandem.data.loader import BatchOrder, permutation
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.update import restore_training, training_state
@@ -70,7 +70,7 @@ def rl_job(run: Run, rows: StepRows, stage: str) -> StageJob:
         batch_size=rl.prompts_per_step,
         seed=run.config.seed,
         epochs=None,
-        max_steps=rl.steps or -(-len(prompts) // rl.prompts_per_step),
+        max_steps=num_rollouts(rl, len(prompts)),
     )
     trainer = PPOStage(_trainer(run, rows, stage, order.num_steps), rows)
     return StageJob(
@@ -157,16 +157,9 @@ def restore_trainer(trainer: PPOTrainer, state: SavedState) -> None:
 
 
 def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer:
-    """The engine with the roles that the algorithm needs, and what trains it.
-
-    Raises:
-        ConfigError: the critic's warm-up leaves no step to the actor.
-    """
+    """The engine with the roles that the algorithm needs, and what trains it."""
     config, rl = run.config, rl_section(run.config)
     section = rl_stage(config.stages).section
-    # Known before any stage runs, but for a number of steps that follows from the data.
-    if isinstance(rl, PPOConfig) and (problem := warmup_problem(rl, num_steps)):
-        raise ConfigError(f"{problem}.")
     engine = RLHFEngine(
         run.settings,
         run.policy_source(stage),

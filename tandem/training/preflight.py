@@ -8,11 +8,11 @@ from operator import attrgetter
 
 from tandem.config.conversations import answer_tokens
 from tandem.config.engine import engine_settings
-from tandem.config.rules import has_reference, selecting
-from tandem.config.schema import RunConfig, rl_section
+from tandem.config.rules import has_reference, selecting, warmup_problem
+from tandem.config.schema import PPOConfig, RunConfig, rl_section
 from tandem.config.scoring import weighted_models
 from tandem.config.stages import in_order, leaving, of_family, rl_stage
-from tandem.config.updates import minibatch_size
+from tandem.config.updates import minibatch_size, num_rollouts
 from tandem.data.causes import why_none
 from tandem.engine.shard_plan import check_layout
 from tandem.errors import ConfigError, ModelError
@@ -31,6 +31,7 @@ from tandem.training.stage_data import StepRows, positions
 from tandem.training.trained_tokens import token_problems
 
 _LARGE = 10**9
+_LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
 def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> None:
@@ -76,9 +77,9 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
             "dataset.max_prompt_tokens or sampling.max_new_tokens"
         )
     if rl:
-        problems += columns_problems(config, rows)
+        problems += columns_problems(config, rows) + _too_long_a_warm_up(config, rows)
     problems += token_problems(config, rows)
-    problems += _unknown_biases(config, policy)
+    problems += _unusable_biases(config, policy)
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -131,11 +132,19 @@ def _beyond_the_reward_models(
     return [problem]
 
 
-def _unknown_biases(config: RunConfig, policy: str) -> list[str]:
-    """Tokens of `sampling.logit_bias` that the policy does not have."""
+def _unusable_biases(config: RunConfig, policy: str) -> list[str]:
+    """What of `sampling.logit_bias` the policy's sampler cannot use."""
     biases = config.sampling.logit_biases()
     if not biases:
         return []
+    too_large = [(token, bias) for token, bias in biases.items() if bias > _LARGEST_FLOAT32]
+    if too_large:
+        token, bias = too_large[0]
+        problem = (
+            f"sampling.logit_bias must be float32 numbers or -inf; got {bias:g} for token {token}. "
+            "A bias of 1000 leaves no other token"
+        )
+        return [problem]
     largest = max(biases)
     found = load_config(locate(policy), trust_remote_code=config.trust_remote_code)
     vocabulary = getattr(found.get_text_config(), "vocab_size", None)
@@ -147,6 +156,15 @@ def _unknown_biases(config: RunConfig, policy: str) -> list[str]:
             "Use ids of its tokenizer"
         )
     ]
+
+
+def _too_long_a_warm_up(config: RunConfig, rows: StepRows) -> list[str]:
+    """A critic's warm-up of all rollouts, whose number follows from the prompts."""
+    rl, stages = rl_section(config), of_family(config.stages, "rl")
+    if not (isinstance(rl, PPOConfig) and stages[0].reads("ppo.critic_warmup_steps")):
+        return []
+    problem = warmup_problem(rl, num_rollouts(rl, len(rows.prompts))) if rows.prompts else ""
+    return [problem] if problem else []
 
 
 def check_parallel(config: RunConfig, world: World, policy: str) -> None:

@@ -303,7 +303,7 @@ def test_a_small_model_at_the_default_rates_gets_a_note_with_rates_that_have_tau
     assert rates_for_large_models(given, str(tmp_path / "odd"), str(tmp_path / "odd")) == []
 
 
-def test_a_bias_of_a_token_that_the_model_lacks_is_found_before_any_stage(
+def test_a_bias_that_cannot_be_added_is_found_before_any_stage(
     tmp_path: Path, tiny_model: str, preferences: str
 ) -> None:
     config = tiny_config(tmp_path / "run", tiny_model, preferences)
@@ -314,6 +314,10 @@ def test_a_bias_of_a_token_that_the_model_lacks_is_found_before_any_stage(
         with found as error:
             check_rows(biased, rows, tiny_model, tiny_model)
     assert f"tokens below the model's {vocabulary}; got {vocabulary}" in str(error.value)
+    for bias in ("inf", "1e39"):
+        biased = replace(config, sampling=replace(config.sampling, logit_bias=(f"3:{bias}",)))
+        with pytest.raises(ConfigError, match=r"must be float32 numbers or -inf; got .* for token"):
+            check_rows(biased, rows, tiny_model, tiny_model)
 
 
 def test_a_system_prompt_that_no_template_can_place_is_refused() -> None:

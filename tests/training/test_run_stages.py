@@ -458,6 +458,7 @@ def test_a_warm_up_that_leaves_the_policy_no_rollout_is_refused(
     check_config(one_pass)
     with pytest.raises(ConfigError, match=message.format(2, 3)):
         quiet(one_pass)
+    assert not (tmp_path / "run").exists(), "no stage began before it"
     quiet(replace(config, ppo=replace(config.ppo, critic_warmup_steps=2)))
 
 
