@@ -22,6 +22,7 @@ from tandem.engine.units import balanced_units, filled
 from tandem.models import scalar
 from tandem.models.beginnings import PromptGroup, prompt_groups
 from tandem.models.lm_head import vocabulary_head
+from tandem.models.load import require_embeddings
 from tandem.models.packed import drops_now, predictor_states, response_tokens
 from tandem.models.replayed import KeptStates
 from tandem.models.tensor_parallel import sliced_twin
@@ -262,8 +263,12 @@ def scored(
     Returns:
         those tensors for the whole batch, (B, T) or (B,), float32, 0 where nothing was written; the
         same on every rank.
+    Raises:
+        ModelError: one of them has no embedding for some token.
     """
     world = shards_of(models[0]).world
+    for model in models:
+        require_embeddings(model, batch.on_host().token_ids)
     results: list[Tensor] = []
     with ExitStack() as stack:
         for model in models:

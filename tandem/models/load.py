@@ -316,6 +316,23 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         )
 
 
+def require_embeddings(model: PreTrainedModel, token_ids: torch.Tensor) -> None:
+    """Refuse token ids that a model has no embedding for. A policy with more embeddings than its
+    tokenizer has tokens may draw one that a reward model, critic or reference lacks.
+
+    Raises:
+        ModelError: there is one.
+    """
+    rows = embedding_rows(model)
+    largest = int(token_ids.max()) if token_ids.numel() else 0
+    if largest >= rows:
+        raise ModelError(
+            f"token ids must be below the {rows} embeddings of {str(model.name_or_path)!r}, which "
+            f"reads the policy's answers; got {largest}. Give --sampling.logit-bias "
+            f"{largest}:-inf, or a model with as many embeddings as the policy's."
+        )
+
+
 def embedding_rows(model: PreTrainedModel) -> int:
     """How many token ids the model has an embedding for."""
     weight = model.get_input_embeddings().weight

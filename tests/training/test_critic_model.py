@@ -179,3 +179,28 @@ def test_another_critic_is_another_run(
     ran(config)
     with pytest.raises(CheckpointError, match=r"changed: .*critic_model"):
         ran(replace(config, critic_model=tiny_model))
+
+
+@pytest.mark.parametrize("role", ["reward_model", "critic_model", "reference_model"])
+def test_a_token_that_another_model_lacks_ends_the_run_by_one_line(
+    tmp_path: Path, tiny_model: str, preferences: str, role: str
+) -> None:
+    """The policy's embeddings were padded, as many are, and it draws a token past the others'."""
+    tokenizer = tiny_tokenizer()
+    wide = tiny_llama(len(tokenizer) + 8)
+    wide.config.eos_token_id = wide.generation_config.eos_token_id = tokenizer.eos_token_id
+    wide.save_pretrained(tmp_path / "wide")
+    tokenizer.save_pretrained(tmp_path / "wide")
+    other = tiny_model
+    if role == "reward_model":
+        ran(tiny_config(tmp_path / "made", tiny_model, preferences, stages=["reward"]))
+        other = str(tmp_path / "made" / "reward")
+    token = len(tokenizer) + 3
+    config = tiny_config(
+        tmp_path / "run", str(tmp_path / "wide"), preferences,
+        sampling__logit_bias=[f"{token}:50"], **{**ALONE, role: other},
+    )  # fmt: skip
+    with pytest.raises(
+        ModelError, match=rf"got {token}\. Give --sampling\.logit-bias {token}:-inf"
+    ):
+        ran(config)
