@@ -36,18 +36,15 @@ def by_key_heads(size: int, heads: Heads, parts: int) -> Spans:
 
 def queries_keys_values(size: int, heads: Heads, parts: int) -> Spans:
     """All queries, then all keys, then all values, in one weight."""
-    width, queries = size // (heads.queries + 2 * heads.keys), heads.queries
-    of_queries = evenly(queries, heads, parts)
-    return [
-        [
-            (first * width, last * width)
-            for first, last in (
-                *asking,
-                *((start + keys[0], start + keys[1]) for start in (queries, queries + heads.keys)),
-            )
-        ]
-        for asking, keys in zip(of_queries, _key_heads(heads.keys, parts), strict=True)
-    ]
+    queries, keys = heads.queries, heads.keys
+    width = size // (queries + 2 * keys)
+    of_rank = zip(evenly(queries, heads, parts), _key_heads(keys, parts), strict=True)
+    spans: list[list[tuple[int, int]]] = []
+    for asking, (first, last) in of_rank:
+        starts = queries, queries + keys
+        held = [*asking, *((start + first, start + last) for start in starts)]
+        spans.append([(width * start, width * end) for start, end in held])
+    return spans
 
 
 def queries_and_shared_keys(size: int, heads: Heads, parts: int) -> Spans:
