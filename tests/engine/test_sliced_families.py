@@ -13,13 +13,8 @@ import torch
 from torch import Tensor
 
 from tandem.config.engine import engine_settings
-from tandem.config.schema import (
-    LoraConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    SamplingConfig,
-)
+from tandem.config.lora import LoraConfig
+from tandem.config.schema import OptimizerConfig, ParallelConfig, RunConfig, SamplingConfig
 from tandem.engine.forward import rank_micro_batches_of, response_logprobs
 from tandem.engine.learner import Learner
 from tandem.engine.placement import prepare_for_training, shard_model
