@@ -143,7 +143,7 @@ def figures_table(models: Mapping[str, Mapping[str, float]], title: str = _OWN) 
     table = Table(title=Text(title), title_justify="left")
     table.add_column("metric", overflow="fold")  # a data set's name is at the end
     for label in models:
-        table.add_column(label, justify="right")
+        table.add_column(Text(visible(label)), justify="right")
     names: Sequence[str] = list(dict.fromkeys(name for m in models.values() for name in m))
     for name in names:
         metric, values = metric_or_unknown(name), [model.get(name) for model in models.values()]
@@ -163,5 +163,5 @@ def answers_table(shown: Mapping[str, Any]) -> Table:
     for label, answer in shown["answers"].items():
         score = "" if answer["score"] is None else f"{answer['score']:+.2f}"
         text = Text(visible_lines(answer["text"]))
-        table.add_row(label, score, text)
+        table.add_row(Text(visible(label)), score, text)
     return table

@@ -192,10 +192,10 @@ def test_all_rows_are_evaluated_and_those_of_no_model_counted(
     ("named", "told"),
     [
         ("nowhere.jsonl", "nowhere.jsonl"),
-        ("new.jsonl:2", "eval_data must be without weights"),
         ("empty.jsonl", "empty.jsonl"),
         ("bad.jsonl", "bad.jsonl:2"),
         ("new.jsonl::prompt=that", "that"),
+        ("new.jsonl:2", "eval_data must be without weights"),
     ],
 )
 def test_data_that_cannot_be_read_are_refused_in_one_line(
@@ -265,6 +265,18 @@ def test_other_models_are_compared_on_the_run_s_rows(
     assert models["adapter"]["heldout_loss"] == pytest.approx(merged["heldout_loss"], rel=1e-5)
     assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before
     assert "sft-2" in capsys.readouterr().out
+
+
+def test_a_model_s_column_is_called_as_its_folder_is(
+    tmp_path: Path, finished: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(finished.output_dir)
+    twin = shutil.copytree(folder / "sft", tmp_path / "a[b]")
+    evaluate_run(str(folder), 1, models=[str(twin)])
+    told = capsys.readouterr().out
+    figures, answers = told.split("On held-out rows")[1].split("answer ", 1)
+    assert "a[b] ┃" in figures
+    assert "│ a[b] " in answers
 
 
 def test_another_reward_model_scores_and_is_measured_in_place_of_the_run_s(
