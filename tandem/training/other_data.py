@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.data.ledger import Ledger
-from tandem.errors import DataError
+from tandem.data.sources import parse_spec
+from tandem.errors import ConfigError, DataError
 from tandem.metrics.folder import EVALUATIONS_FOLDER
 from tandem.text import counted, visible
 from tandem.training.compare import judge_of, policies
@@ -41,6 +42,7 @@ def read_other(run: Run, named: Sequence[str]) -> OtherData:
         ConfigError, DataError: a data set cannot be read, or the run has no model that could be
             evaluated on it.
     """
+    _refuse_weights(named)
     trained = trained_rows(run)
     config = replace(without_data(run.config), eval_data=tuple(named))
     config = replace(config, dataset=replace(config.dataset, eval_rows=0))
@@ -79,6 +81,15 @@ def read_other(run: Run, named: Sequence[str]) -> OtherData:
         "trained_on_unknown": trained.unknown,
     }
     return OtherData(rows, title, _record_of(rows.ledger), facts)
+
+
+def _refuse_weights(named: Sequence[str]) -> None:
+    weighted = next((spec for spec in map(parse_spec, named) if spec.weight != 1), None)
+    if weighted is not None:
+        raise ConfigError(
+            "--data must be without weights, as each row is evaluated once; got "
+            f"{weighted.weight:g} for {visible(weighted.path)}. Remove the weight."
+        )
 
 
 def _uses(run: Run, rows: StepRows) -> dict[str, Sequence[Any]]:

@@ -195,7 +195,7 @@ def test_all_rows_are_evaluated_and_those_of_no_model_counted(
         ("empty.jsonl", "empty.jsonl"),
         ("bad.jsonl", "bad.jsonl:2"),
         ("new.jsonl::prompt=that", "that"),
-        ("new.jsonl:2", "eval_data must be without weights"),
+        ("new.jsonl:2", "--data must be without weights, as each row is evaluated once; got 2 for"),
     ],
 )
 def test_data_that_cannot_be_read_are_refused_in_one_line(
