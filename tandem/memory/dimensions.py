@@ -73,6 +73,17 @@ class Shape:
         """Heads of keys, and as many of values; several query heads may share one."""
         return max(1, self.heads * self.kv_width // self.query_width)
 
+    def slices_into(self, parts: int, block: int = 1) -> bool:
+        """Whether tensor-parallel generation can divide heads and widths among `parts` ranks, as
+        `models.slice_plans.check_sliceable` asks; block: weights that have one scale."""
+        if parts == 1:
+            return True
+        widths = (self.query_width, self.inner)
+        is_even = not any(number % parts for number in (self.heads, *widths))
+        are_whole = not any(width // parts % block for width in widths)
+        shares_keys = not (self.kv_heads % parts and parts % self.kv_heads)
+        return is_even and are_whole and shares_keys
+
     @cached_property
     def outside_blocks(self) -> int:
         """Parameters outside the blocks: embeddings, the last norm, the head."""

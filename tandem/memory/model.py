@@ -29,6 +29,8 @@ FrozenKind = Literal["", "int8", "nf4"]
 FROZEN_BYTES: dict[FrozenKind, float] = {"": 4.0, "int8": 1 + 4 / 256, "nf4": 0.5 + 2 / 64}
 """Bytes per frozen linear weight: int8 in blocks of 256 with a float32 scale, NF4 in blocks of 64
 with a bfloat16 one (arXiv:2305.14314)."""
+FROZEN_BLOCKS: dict[FrozenKind, int] = {"": 1, "int8": 256, "nf4": 64}
+"""Weights that have one scale."""
 
 Bytes = dict[str, float]
 

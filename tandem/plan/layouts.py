@@ -16,6 +16,7 @@ from tandem.config.lora import frozen_base_problems
 from tandem.config.parallel import ParallelConfig
 from tandem.config.schema import RunConfig
 from tandem.config.stages import Stage, in_order
+from tandem.memory.model import FROZEN_BLOCKS
 from tandem.memory.ways import size_text
 from tandem.plan.knobs import Knobs
 from tandem.predict.hardware import Hardware
@@ -120,6 +121,8 @@ def layouts(
         changed = _changed(config, knobs)
         if next(frozen_base_problems(changed.parallel, changed.lora), None):
             continue  # knobs that exclude each other
+        if not can_slice(changed, models):
+            continue
         stages = predict_run(changed, models, rows, hardware, ranks)
         first.append(Laid(_changes(config, knobs), changed, stages))
     sizes = _answer_batches(config, ranks)
@@ -191,6 +194,12 @@ def _candidates(
             "gradient_checkpointing": checkpointing,
             "kept_states": kept,
         }
+
+
+def can_slice(config: RunConfig, models: ModelsOf) -> bool:
+    """Whether generation can divide every stage's policy as configured."""
+    parts, block = config.parallel.inference_tp_size, FROZEN_BLOCKS[config.parallel.frozen_weights]
+    return all(each.policy.slices_into(parts, block) for each in models.values())
 
 
 def sets_answer_batch(config: RunConfig) -> bool:

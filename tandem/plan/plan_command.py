@@ -18,7 +18,7 @@ from tandem.config.schema import RunConfig
 from tandem.config.stages import STAGES, in_order
 from tandem.errors import ConfigError
 from tandem.plan.layout_flags import memory_bytes
-from tandem.plan.layouts import Laid, ModelsOf, layouts, predict_run
+from tandem.plan.layouts import Laid, ModelsOf, can_slice, layouts, predict_run
 from tandem.plan.lengths import rows_by_stage
 from tandem.plan.show import plan_notes, plan_values, show_plan
 from tandem.predict.hardware import Hardware, find_hardware, hardware_names
@@ -117,6 +117,14 @@ def asked_of(
         policy = config_of(named)
     value = config_of(config.reward_model) if config.reward_model else policy
     models = models_of(config, policy, value)
+    if not can_slice(config, models):
+        shape, parallel = next(iter(models.values())).policy, config.parallel
+        raise ConfigError(
+            "--inference-tp-size must divide the policy's heads, key/value heads (or be a multiple "
+            "of them) and inner width, with --frozen-weights into whole blocks; got "
+            f"{parallel.inference_tp_size} for {shape.heads}, {shape.kv_heads} and {shape.inner}. "
+            "Use a divisor."
+        )
     rows = rows_by_stage(config, named)
     return Asked(config, hardware, ranks or hardware.count, models, rows, policy)
 

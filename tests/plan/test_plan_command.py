@@ -19,15 +19,19 @@ from transformers import AutoConfig
 from tandem.cli import main
 from tandem.config.flags import parse_run_flags, with_flags
 from tandem.config.load import dump_config
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, ModelError
+from tandem.models.quantized import BLOCKS
+from tandem.models.slice_plans import check_sliceable
 from tandem.plan import tables
 from tandem.plan.again import predict_again
 from tandem.plan.auto_layout import choose_layout
 from tandem.plan.grade import grade_table, grade_values, non_negative, refit
 from tandem.plan.layout_flags import memory_bytes, take_layout_flags
+from tandem.plan.plan_command import asked_of
 from tandem.predict.constants import SHIPPED
 from tandem.predict.hardware import as_values, find_hardware
 from tandem.predict.machine import MACHINE_FILE
+from tandem.predict.models import shape_for
 from tandem.predict.record import Outcome, add_outcomes, read_outcomes
 from tests.tiny import write_preferences
 
@@ -268,6 +272,48 @@ def test_a_batch_of_answers_is_chosen_unless_it_is_set(machine: None, tmp_path: 
     assert "--generation-batch-size" not in flags
     assert "none fits into 2.0 GiB" in said
     assert "--generation-batch-size" in said
+
+
+def _tried(model: str, *flags: str) -> set[tuple[int, str]]:
+    """Slices for generation and frozen weights of all layouts on eight L4."""
+    config = parse_run_flags(["--actor-model", model, *flags], "train")
+    found = asked_of(config, find_hardware("8xL4")).layouts(None)
+    parallel = [laid.config.parallel for laid in found]
+    return {(each.inference_tp_size, each.frozen_weights) for each in parallel}
+
+
+def test_no_layout_slices_what_a_run_would_refuse_to_slice() -> None:
+    own = ("--actor-zero-stage", "3", "--critic-zero-stage", "3")
+    assert {parts for parts, _ in _tried("Qwen/Qwen2.5-7B", *own)} == {1, 2}  # 28 heads
+    frozen = ("--lora-rank", "8", "--frozen-weights", "int8")
+    tried = _tried("Qwen/Qwen2.5-3B", *own, *frozen)  # 5504 of 11008 are no blocks of 256
+    assert {(1, "int8"), (2, "nf4")} <= tried
+    assert (2, "int8") not in tried
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize(("heads", "keys"), [(12, 1), (12, 2), (12, 4), (12, 6), (16, 16)])
+@pytest.mark.parametrize("frozen", ["", "nf4", "int8"])
+def test_a_plan_slices_what_a_run_slices(parts: int, heads: int, keys: int, frozen: str) -> None:
+    config = AutoConfig.for_model(
+        "llama", hidden_size=64 * heads, intermediate_size=1536, num_hidden_layers=1,
+        num_attention_heads=heads, num_key_value_heads=keys, vocab_size=64,
+    )  # fmt: skip
+    try:
+        check_sliceable(config, parts, frozen)
+        is_taken = True
+    except ModelError:
+        is_taken = False
+    block = BLOCKS[frozen] if frozen else 1
+    assert shape_for(config.to_dict()).slices_into(parts, block) == is_taken
+
+
+def test_slices_that_a_run_would_refuse_are_not_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--actor-model", "Qwen/Qwen2.5-7B", "--hardware", "8xL4", "--no-data"]
+    assert main(["plan", *flags, "--actor-zero-stage", "3", "--inference-tp-size", "8"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--inference-tp-size must divide the policy's heads" in line
+    assert "got 8 for 28, 4 and 18944" in line
 
 
 def test_layout_flags_are_taken_off() -> None:
