@@ -301,7 +301,9 @@ def prepare_for_training(
     """
     lora, was_adapted = settings.lora.of(role), is_adapted(model)
     if was_adapted:
-        _continue_adapters(model, lora, tokens, settings.lora.rank_flag(role))
+        is_free = role == "critic" and not settings.carries_adapters  # of the policy's rank
+        flag = settings.lora.rank_flag(role)
+        _continue_adapters(model, lora, tokens, flag, "--lora.critic-rank" if is_free else flag)
         if keeps_start:
             keep_start(model)
     elif lora.rank > 0:
@@ -315,16 +317,24 @@ def prepare_for_training(
 
 
 def _continue_adapters(
-    model: PreTrainedModel, lora: LoraConfig, tokens: tuple[int, ...], rank_flag: str
+    model: PreTrainedModel,
+    lora: LoraConfig,
+    tokens: tuple[int, ...],
+    rank_flag: str,
+    advised: str,
 ) -> None:
-    """Train the adapters that a model came with, as if they had just been added; in place."""
+    """Train the adapters that a model came with, as if they had just been added; in place.
+
+    Args:
+        rank_flag: has set their rank; advised: should set it.
+    """
     layers = lora_layers(model)
     first = layers[0][1]
     if (first.rank, first.alpha) != (lora.rank, lora.alpha):
         raise ModelError(
             f"{rank_flag} and --lora.alpha must be those of the adapters that are trained on; got "
             f"rank {lora.rank}, alpha {lora.alpha:g} for rank {first.rank}, alpha "
-            f"{first.alpha:g}. Use {rank_flag} {first.rank} --lora.alpha "
+            f"{first.alpha:g}. Use {advised} {first.rank} --lora.alpha "
             f"{first.alpha:g}, or start from a model without adapters."
         )
     differing = sorted(set(match_targets(model, lora.targets)) ^ {name for name, _ in layers})

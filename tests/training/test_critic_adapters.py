@@ -15,7 +15,7 @@ from tandem import make_engine
 from tandem.config.engine import engine_settings
 from tandem.config.load import build_config, check_config
 from tandem.config.lora import LoraConfig, TrainedRole
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, ModelError
 from tandem.memory.model import layout_of, trained_parameters
 from tandem.memory.shape import shape_of
 from tandem.models.lora import is_adapted, lora_layers
@@ -162,3 +162,18 @@ def test_a_rank_of_the_critic_is_no_matter_of_earlier_stages(
     run = ran(replace(config, stages=("sft", "reward"), lora=lora), lines=lines)
     assert any(line.startswith("sft: finished before") for line in lines)
     assert not (run / "reward/adapter").exists()
+
+
+def test_the_advice_on_a_critic_s_adapters_leaves_the_policy_s_rank(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    changes = {"stages": ["reward"], "lora__rank": 3, "reward__max_steps": 1}
+    adapter = ran(tiny_config(tmp_path / "judge", tiny_model, preferences, **changes))
+    values = {"critic_model": str(adapter / "reward" / "adapter"), "ppo": {"steps": 1}}
+    with pytest.raises(ModelError, match=r"--lora-rank and .* Use --lora\.critic-rank 3 "):
+        make_engine(build_config({**values, "lora": {"rank": 2}}), tiny_model)
+    advised = {"lora": {"rank": 2, "critic_rank": 3}}
+    engine = make_engine(build_config({**values, **advised}), tiny_model)
+    assert engine.critic is not None
+    assert {layer.rank for _, layer in lora_layers(engine.critic)} == {3}
+    assert {layer.rank for _, layer in lora_layers(engine.actor)} == {2}
