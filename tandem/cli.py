@@ -311,6 +311,8 @@ def _eval(args: list[str]) -> int:
         "of their rows, recorded in RUN/evaluations."
     )
     parser.flag("--data DATA ...", about, [], shown="held-out rows", nargs="+", type=home_path)
+    about = "A row of --data that cannot be used: error (stop there) or drop (count it)."
+    parser.flag("--on-bad-row HOW", about, shown="the run's", choices=("error", "drop"))
     about = "Further models or adapters to compare, of the run's tokens. Nothing is written then."
     parser.flag("--model MODEL ...", about, [], shown="none", nargs="+", type=home_path)
     about = "A reward model that scores in place of the run's. Nothing is written then."
@@ -328,7 +330,7 @@ def _eval(args: list[str]) -> int:
 
     evaluate_run(
         options.run, options.prompts, options.best_of, base=options.base, data=options.data,
-        models=options.model, reward_model=options.reward_model,
+        models=options.model, reward_model=options.reward_model, on_bad_row=options.on_bad_row,
     )  # fmt: skip
     return 0
 

@@ -41,6 +41,7 @@ def evaluate_run(
     data: Sequence[str] = (),
     models: Sequence[str] = (),
     reward_model: str = "",
+    on_bad_row: str = "",
 ) -> dict[str, Any]:
     """Evaluate a run's models again, on its held-out rows or on other data, and print the results.
 
@@ -54,6 +55,7 @@ def evaluate_run(
             the run's held-out rows.
         models: folders or hub names of further policies, or of adapters, to compare; reward_model:
             of one that scores in place of the run's. With either nothing is written.
+        on_bad_row: of `data`: "error" or "drop", as the knob; empty: the run's.
     Raises:
         CheckpointError: `path` is not a run's folder, or the figures, which have been printed,
             cannot be written.
@@ -72,7 +74,7 @@ def evaluate_run(
     run.identity.named = config
     compare_beside(run, models, reward_model)
     if data:
-        other = read_other(run, data)
+        other = read_other(run, data, on_bad_row)
         rows, file, title = other.rows, other.file, f"On {other.title}"
         most = num_prompts or len(rows.heldout_prompts)
         evaluation = compare(run, rows, num_prompts=most, which=f"of {other.title}", save=False)

@@ -31,13 +31,14 @@ class OtherData:
     facts: Mapping[str, Any]
 
 
-def read_other(run: Run, named: Sequence[str]) -> OtherData:
+def read_other(run: Run, named: Sequence[str], on_bad_row: str = "") -> OtherData:
     """Read data sets as the run reads its own, and show what became of their rows.
 
     Rows that begin like one that the run trains on are noted, and evaluated all the same.
 
     Args:
         named: as FILE_OR_NAME[::role=column,...].
+        on_bad_row: "error" or "drop"; empty: as the run.
     Raises:
         ConfigError, DataError: a data set cannot be read, or the run has no model that could be
             evaluated on it.
@@ -45,7 +46,8 @@ def read_other(run: Run, named: Sequence[str]) -> OtherData:
     _refuse_weights(named)
     trained = trained_rows(run)
     config = replace(without_data(run.config), eval_data=tuple(named))
-    config = replace(config, dataset=replace(config.dataset, eval_rows=0))
+    bad: Any = on_bad_row or config.dataset.on_bad_row
+    config = replace(config, dataset=replace(config.dataset, eval_rows=0, on_bad_row=bad))
     rows = prepare_rows(
         config,
         *tokenizer_sources(run),

@@ -323,3 +323,16 @@ def test_models_that_cannot_be_compared_are_refused_in_one_line(
         assert main(["eval", str(folder), flag, str(model)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert told in line
+
+
+def test_bad_rows_are_dropped_where_asked_for(
+    tmp_path: Path, finished: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = rows_of(write_preferences(tmp_path / "good.jsonl", 5, seed=12))
+    file = write_rows(tmp_path / "holed.jsonl", [*good, 7])
+    run = finished.output_dir
+    assert main(["eval", run, "--data", file]) == 2
+    assert "--on-bad-row drop" in capsys.readouterr().err
+    assert main(["eval", run, "--data", file, "--on-bad-row", "drop"]) == 0
+    (account,) = record_of(finished, "holed")["data"]
+    assert (account["rows"], account["used"], sum(account["dropped"].values())) == (6, 5, 1)
