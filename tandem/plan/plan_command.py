@@ -117,6 +117,12 @@ def asked_of(
         policy = config_of(named)
     value = config_of(config.reward_model) if config.reward_model else policy
     models = models_of(config, policy, value)
+    ranks, parts = ranks or hardware.count, config.parallel.inference_tp_size
+    if ranks % parts:
+        raise ConfigError(
+            f"--inference-tp-size must divide the ranks; got {parts} for {ranks}. Use a divisor, "
+            "or say with --num-gpus how many there are."
+        )
     if not can_slice(config, models):
         shape, parallel = next(iter(models.values())).policy, config.parallel
         raise ConfigError(
@@ -126,7 +132,7 @@ def asked_of(
             "Use a divisor."
         )
     rows = rows_by_stage(config, named)
-    return Asked(config, hardware, ranks or hardware.count, models, rows, policy)
+    return Asked(config, hardware, ranks, models, rows, policy)
 
 
 def require_model(config: RunConfig) -> None:

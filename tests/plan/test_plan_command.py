@@ -314,6 +314,9 @@ def test_slices_that_a_run_would_refuse_are_not_planned(capsys: pytest.CaptureFi
     (line,) = capsys.readouterr().err.splitlines()
     assert "--inference-tp-size must divide the policy's heads" in line
     assert "got 8 for 28, 4 and 18944" in line
+    assert main(["plan", *flags, "--actor-zero-stage", "3", "--inference-tp-size", "3"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--inference-tp-size must divide the ranks; got 3 for 8" in line
 
 
 def test_layout_flags_are_taken_off() -> None:
