@@ -60,6 +60,11 @@ class EngineSettings:
         """
         return bool(self.parallel.frozen_weights) or self.parallel.shared_base
 
+    def takes_adapters(self, role: TrainedRole, *, trained: bool = True) -> bool:
+        """Whether a model of that role is loaded with those adapters: not one of which all weights
+        are trained."""
+        return self.carries_adapters and (not trained or self.lora.of(role).rank > 0)
+
 
 def engine_settings(config: RunConfig) -> EngineSettings:
     """The settings of a run's engine; optimizers and average are of the run's RL stage,

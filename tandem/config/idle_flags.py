@@ -53,7 +53,7 @@ def _idle(
         if not _is_read(knob, running, config, has_scores):
             yield _flag(knob, words), unread
         elif knob == "parallel.critic_zero_stage":
-            if not has_scores and not any("critic" in stage.trains for stage in running):
+            if not has_scores and "critic" not in trained:
                 yield _flag(knob), f"{named} {have} no critic and no reward model"
         elif knob == "lora.critic_rank":
             if "critic" not in trained:

@@ -25,8 +25,7 @@ def check_start(
         ModelError: its adapter is not the configured one, or its family cannot recompute what is
             to be recomputed.
     """
-    takes_adapters = role == "actor" or settings.lora.of(role).rank > 0
-    start = checkpoint_ref_of(source, unmerged=settings.carries_adapters and takes_adapters)
+    start = checkpoint_ref_of(source, unmerged=settings.takes_adapters(role))
     recomputes = role in settings.checkpointed
     if start.adapter is None and not recomputes:
         return

@@ -167,8 +167,7 @@ class Placement:
         )
         if not isinstance(source, str):
             return self._placed(source, role)
-        takes_adapters = not trained or self.settings.lora.of("critic").rank > 0
-        unmerged = self.settings.carries_adapters and takes_adapters
+        unmerged = self.settings.takes_adapters("critic", trained=trained)
         start = checkpoint_ref_of(source, unmerged=unmerged)
         if base is not None and base.source is not None and not same_base(start.base, base.source):
             raise ModelError(

@@ -202,8 +202,13 @@ def prepare_rows(
     )
 
 
-def _read(config: RunConfig, trains: bool, trained_on: Collection[bytes]) -> Dataset:
-    data = load_data(
+def read_data(config: RunConfig) -> Dataset:
+    """A run's data sets, each row for the stage that may train on it.
+
+    Raises:
+        ConfigError, DataError: as `load_data`.
+    """
+    return load_data(
         config.dataset,
         config.data,
         config.sft_data,
@@ -212,6 +217,10 @@ def _read(config: RunConfig, trains: bool, trained_on: Collection[bytes]) -> Dat
         stages=config.stages,
         grades=config.reward.grades,
     )
+
+
+def _read(config: RunConfig, trains: bool, trained_on: Collection[bytes]) -> Dataset:
+    data = read_data(config)
     for sample in data.heldout if trained_on else ():
         if split_key(sample, config.seed) in trained_on:
             data.ledger.datasets[sample.source.dataset].note(TRAINED_ON, sample.source)

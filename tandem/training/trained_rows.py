@@ -9,7 +9,7 @@ from itertools import chain
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.stages import STAGES, in_order
 from tandem.data.assign import Dataset
-from tandem.data.dataset import load_data, load_text
+from tandem.data.dataset import load_text
 from tandem.data.split import split_key
 from tandem.errors import ConfigError, DataError
 from tandem.metrics.folder import finished_stages
@@ -17,6 +17,7 @@ from tandem.text import one_line
 from tandem.training.differences import ROWS
 from tandem.training.provenance import Identity, recorded
 from tandem.training.run_folder import Run
+from tandem.training.stage_data import read_data
 from tandem.types import Sample
 
 _SPLIT = ("seed", "dataset.split", "dataset.heldout")
@@ -37,15 +38,7 @@ def trained_rows(run: Run) -> TrainedRows:
     that it names or that are finished."""
     config = run.config
     try:
-        data = load_data(
-            config.dataset,
-            config.data,
-            config.sft_data,
-            config.eval_data,
-            seed=config.seed,
-            stages=config.stages,
-            grades=config.reward.grades,
-        )
+        data = read_data(config)
         mixed = _mixed_in(config, data)
     except (ConfigError, DataError) as error:
         return TrainedRows(frozenset(), f"its own data cannot be read: {one_line(error)}")
