@@ -21,6 +21,7 @@ from tandem.predict.memory import Models
 from tandem.predict.rows import Heldout, Rows
 from tandem.predict.seconds import Pace, generating, loading, scoring
 from tandem.predict.work import Work, num_reward_models
+from tandem.text import counted
 
 _PAIR = 2
 
@@ -220,7 +221,7 @@ def _said(rows: Rows, noun: str, sequences: int = 1) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}" if number else ""
+    return counted(number, noun) if number else ""
 
 
 def _joined(parts: Sequence[str]) -> str:
