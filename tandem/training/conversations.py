@@ -249,6 +249,21 @@ def conversation_source(
     )
 
 
+def own_conversations(
+    engine: RLHFEngine, config: RunConfig, print_line: Callable[[str], None] | None = None
+) -> RolloutSource | None:
+    """The conversations of an engine's policy that its configuration asks for; None for single
+    answers.
+
+    Raises:
+        ConfigError: a name leads nowhere, or the engine's conversations cannot go on.
+    """
+    talks = conversation_source(
+        config, engine.renderer, world=engine.world, print_line=print_line or print
+    )
+    return None if talks is None else talks.with_policy(engine)
+
+
 def environment_of(config: RunConfig, columns: Sequence[str]) -> Environment:
     """What answers the policy in a run's RL section, which says so.
 

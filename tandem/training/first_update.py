@@ -8,7 +8,7 @@ written to since; else they are dropped, and the update computes everything itse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -20,6 +20,7 @@ from tandem.engine.forward import Rows
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.oom import MicroBatchBudget
 from tandem.engine.update import BegunUpdate, LossTerm, MicroBatchLoss, begin_update, training_mode
+from tandem.errors import NumericsError
 from tandem.generation.blocks import free_bytes
 from tandem.generation.keeping import StateKeeper
 from tandem.metrics.timing import Phases
@@ -200,3 +201,32 @@ def critic_term(minibatch: Experience, loss: Callable[[Rows], MicroBatchLoss]) -
 def part_of(minibatch: Experience, rows: Rows) -> Experience:
     """A micro-batch of a minibatch."""
     return minibatch.select(rows.host, rows.on(minibatch.batch.token_ids.device))
+
+
+def require_same_policy(
+    config: RunConfig,
+    tolerance: float,
+    num_answers: int,
+    per_token: float,
+    means: Mapping[str, float],
+) -> None:
+    """The policy must not differ from itself before it is updated.
+
+    Args:
+        per_token: makes the loss's `means` those of a token.
+    Raises:
+        NumericsError: two forwards of it disagree.
+    """
+    gap = means["ratio_gap"] * per_token
+    if gap <= tolerance:
+        return
+    cause = (
+        "dropout is on: two forwards of one policy differ. Use --dropout 0"
+        if config.dropout > 0 or config.lora.dropout > 0
+        else "the training and scoring forwards of this model disagree. Use --dtype fp32, or "
+        "raise ratio_tolerance if you know why"
+    )
+    raise NumericsError(
+        "the policy ratio before the first update must be 1 (mean |log-ratio| at most "
+        f"{tolerance:g}); got {gap:.3g} over {num_answers} answers: {cause}."
+    )

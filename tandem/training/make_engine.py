@@ -11,6 +11,7 @@ from tandem.config.engine import engine_settings
 from tandem.config.load import check_values
 from tandem.config.lora import TrainedRole
 from tandem.config.schema import RunConfig, rl_section
+from tandem.config.stages import rl_stage, sources
 from tandem.engine.hybrid import RLHFEngine
 from tandem.models.lora import require_targets
 from tandem.parallel.world import World
@@ -32,6 +33,7 @@ def make_engine(
     """The engine that a configuration describes; see `RLHFEngine` for the models.
 
     Args:
+        reward_model: None: `config.reward_model`, unless stage reward of `config.stages` trains it.
         reference: None: `config.reference_model`, or the actor's present state.
         critic: None: `config.critic_model`, or as `RLHFEngine` says.
         has_critic, has_reference: None: if the configured algorithm needs them.
@@ -41,6 +43,9 @@ def make_engine(
     """
     check_values(config)
     rl = rl_section(config)
+    trainers = {stage.name for stage in sources("reward model", rl_stage(config.stages).name)}
+    if rl.reward_model_weight > 0 and trainers.isdisjoint(config.stages):
+        reward_model = reward_model or config.reward_model or None
     engine = RLHFEngine(
         engine_settings(config),
         actor,

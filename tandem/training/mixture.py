@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
+from tandem.config.schema import RLConfig
 from tandem.data.loader import BatchOrder
 from tandem.engine.forward import response_logprobs
 from tandem.engine.update import LossTerm, MicroBatchLoss
+from tandem.errors import ConfigError
 from tandem.objectives.losses import sft_loss
 from tandem.types import TokenBatch, TokenRow
 
@@ -33,3 +35,16 @@ def mixture_term(model: PreTrainedModel, batch: TokenBatch, coefficient: float) 
 
     lengths, count = batch.lengths().tolist(), batch.num_response_tokens
     return LossTerm(lengths, count, loss, coefficient)
+
+
+def require_texts(rl: RLConfig, section: str, rows: Sequence[TokenRow]) -> None:
+    """Refuse a mixture without texts.
+
+    Raises:
+        ConfigError: `ptx_data` names data of which no row came.
+    """
+    if rl.ptx_data and rl.ptx_coef > 0 and not rows:
+        raise ConfigError(
+            f"PPOTrainer must get the texts of {section}.ptx_data, which it does not read; got no "
+            "ptx_rows. Pass ptx_rows= (Renderer.document makes one of a text)."
+        )

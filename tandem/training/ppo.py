@@ -25,7 +25,6 @@ from tandem.training.answer_records import AnswerKeeper
 from tandem.training.conversations import conversation_source, given_turns, said
 from tandem.training.evaluate import language_model_metrics, policy_metrics
 from tandem.training.flight_recorder import rows_of
-from tandem.training.policy_functions import named_advantages, named_losses
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.training.reward_function import columns_given, rewards_of
 from tandem.training.run_folder import Run
@@ -207,8 +206,6 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
             rl.reward_function or None, config.scoring, run.print_line, columns
         ),
         source=None if conversations is None else conversations.with_policy(engine),
-        advantages_of=named_advantages(rl, section),
-        token_losses=named_losses(rl, section),
         ptx_rows=rows.ptx,
         more_prompts=partial(more_prompts, rows.prompts, config.seed),
         print_line=run.print_line,

@@ -8,7 +8,7 @@ is a knob, and the ratio before the first update is measured and must be 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -24,7 +24,7 @@ from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.learner import Learner
 from tandem.engine.oom import MicroBatchBudget
 from tandem.engine.update import BegunUpdate, LossTerm, MicroBatchLoss, Update, training_mode
-from tandem.errors import BadStepError, ConfigError, NumericsError
+from tandem.errors import BadStepError, ConfigError
 from tandem.generation.generator import max_positions
 from tandem.metrics.timing import Phases
 from tandem.models.replayed import KeptStates
@@ -38,12 +38,19 @@ from tandem.training.algorithm import (
     require_roles,
 )
 from tandem.training.answering import Answering
+from tandem.training.conversations import own_conversations
 from tandem.training.dynamic_sampling import MorePrompts
 from tandem.training.experience import shaped_rewards
-from tandem.training.first_update import FirstUpdate, critic_term, part_of
+from tandem.training.first_update import (
+    FirstUpdate,
+    critic_term,
+    part_of,
+    require_same_policy,
+)
 from tandem.training.minibatches import Skip, left_out, minibatches
-from tandem.training.mixture import mixed_in, mixture_term
+from tandem.training.mixture import mixed_in, mixture_term, require_texts
 from tandem.training.operations import batch_flops, scoring_flops, update_flops
+from tandem.training.policy_functions import named_advantages, named_losses
 from tandem.training.rehearsal import rehearse_updates
 from tandem.training.reward_function import GivenRewards, rewards_of
 from tandem.training.rollout_source import RolloutSource
@@ -80,30 +87,38 @@ class PPOTrainer:
             num_steps: rollouts that the learning rates' schedules last; None takes the stage's
                 `steps`, or leaves the rates at their peak where that is 0.
             reward_function: one or several, by name or as they are; `scoring` says how they run.
+                None: those that the stage's `reward_function` names.
             advantages_of: what is made of the rewards, used as it comes: not whitened. None: what
                 the stage's knobs say.
             token_losses: the policy's loss of every token, without the KL and entropy terms, which
                 the knobs add; None: what they say.
-            source: where answers come from; None: one turn of the engine's policy.
-            ptx_rows: rendered texts for mixture training.
+            source: where answers come from; None: the engine's policy, in conversations where the
+                stage's `environment` or `tools` ask for them.
+            ptx_rows: rendered texts for mixture training, which `ptx_data` alone does not read.
             more_prompts: where dynamic sampling finds further prompts; None: nowhere.
             phases: times what is done.
             print_line: shows a line to the user.
         Raises:
-            ConfigError: there is nothing to reward with, or the engine lacks a critic or reference
-                that the algorithm needs.
+            ConfigError: there is nothing to reward with, the engine lacks a critic or reference
+                that the algorithm needs, a name leads nowhere, or `ptx_data` comes without rows.
         """
-        rl = rl_section(config)
-        length = sampled_tokens(config)
-        algorithm = algorithm_of(rl, length, advantages_of=advantages_of, token_losses=token_losses)
+        rl, section = rl_section(config), rl_stage(config.stages).section
+        algorithm = algorithm_of(
+            rl,
+            sampled_tokens(config),
+            advantages_of=advantages_of or named_advantages(rl, section),
+            token_losses=token_losses or named_losses(rl, section),
+        )
         has_model = engine.scorer is not None and rl.reward_model_weight > 0
-        self.reward_function = rewards_of(reward_function, config.scoring, print_line)
+        given = reward_function or rl.reward_function or None
+        self.reward_function = rewards_of(given, config.scoring, print_line)
         if self.reward_function is None and not has_model:
             raise ConfigError(
                 "PPOTrainer must have a reward; got no reward function and no reward model of a "
-                "weight above 0. Pass reward_function=, or RLHFEngine(reward_model=...)."
+                "weight above 0. Pass reward_function=, or an engine with a reward model."
             )
-        require_roles(engine, algorithm, rl_stage(config.stages).section, rl.kl_coef)
+        require_texts(rl, section, ptx_rows)
+        require_roles(engine, algorithm, section, rl.kl_coef)
         self.engine = engine
         self.config = config
         self.rl = rl
@@ -114,7 +129,7 @@ class PPOTrainer:
             engine,
             config,
             algorithm,
-            source=source,
+            source=source or own_conversations(engine, config, print_line),
             rewards=self.reward_function,
             more_prompts=more_prompts,
             phases=self.phases,
@@ -307,7 +322,10 @@ class PPOTrainer:
         learning_rate = learner.learning_rate
         # Texts alone move the policy too, where no answer has a gradient.
         is_first = not (log.has("ratio_gap_before_update") or log.has("ptx_loss"))
-        check = partial(self._require_same_policy, learned, per_token) if is_first else None
+        check = None
+        if is_first:
+            tolerance, count = self.ratio_tolerance, len(learned)
+            check = partial(require_same_policy, self.config, tolerance, count, per_token)
         means, *others = update.learn(learner, [answers, *texts], check)
         log.maximum("ratio_max", means.pop("ratio_max"))
         largest_gap = means.pop("gap_max")
@@ -369,24 +387,6 @@ class PPOTrainer:
         update = (step - 1) * num_updates(self.config, 1) + number
         rows = mixed_in(self.ptx_rows, update, self.rl.ptx_batch_size, self.config.seed)
         return TokenBatch.from_rows(rows, self.engine.renderer.pad_token_id)
-
-    def _require_same_policy(
-        self, minibatch: Experience, per_token: float, means: Mapping[str, float]
-    ) -> None:
-        """The policy must not differ from itself before it is updated."""
-        tolerance, gap = self.ratio_tolerance, means["ratio_gap"] * per_token
-        if gap <= tolerance:
-            return
-        cause = (
-            "dropout is on: two forwards of one policy differ. Use --dropout 0"
-            if self.config.dropout > 0 or self.config.lora.dropout > 0
-            else "the training and scoring forwards of this model disagree. Use --dtype fp32, or "
-            "raise ratio_tolerance if you know why"
-        )
-        raise NumericsError(
-            "the policy ratio before the first update must be 1 (mean |log-ratio| at most "
-            f"{tolerance:g}); got {gap:.3g} over {len(minibatch)} answers: {cause}."
-        )
 
     def _adapt_kl_coef(self, experience: Experience) -> None:
         rl = self.rl
