@@ -150,8 +150,10 @@ METRICS: tuple[Metric, ...] = (
             "over the answers that one scored.", chart="Reward function"),
         Metric("reward_mean/*", "reward's own units", _RL, "",
             "Mean of one reward (a function, or the normalized reward model), before its weight, "
-            "over the answers that it scored.", "each rises that has a weight",
-            title="Reward, mean", chart="Rewards, mean"),
+            "over the answers that it scored; of rewards per token an answer's sum.",
+            "each rises that has a weight", title="Reward, mean", chart="Rewards, mean"),
+        Metric("reward_per_token/*", "reward's own units", _RL, "", title="Reward per token",
+            meaning="Mean reward of a token by a function that rewards each, before its weight."),
         Metric("reward_std/*", "reward's own units", _RL, "",
             "Standard deviation of one reward over the answers that it scored.",
             "above 0: equal scores teach nothing", title="Reward, standard deviation",
@@ -194,9 +196,8 @@ METRICS: tuple[Metric, ...] = (
             "Answers on which a reward function failed, by reason: it raised, took too long, took "
             "too much memory, its process died, it started too many processes, or its result is no "
             "finite number.", "none", members=REASONS, title="Reward failures"),
-        Metric("reward_seconds/*", "seconds", _RL, "lower",
-            "Wall time that one reward function took for the step's answers.",
-            title="Reward, time"),
+        Metric("reward_seconds/*", "seconds", _RL, "lower", title="Reward, time",
+            meaning="Wall time that one reward function took for the step's answers."),
         Metric("reward_clipped", "share", _RL, "lower",
             "Answers whose score reward_clip clipped (with scoring.combine `group`: would clip in "
             "`reward`).", "below 0.05"),
@@ -204,8 +205,7 @@ METRICS: tuple[Metric, ...] = (
             "Sum of an answer's rewards, mean over the answers that are learned from (with "
             "grpo.sampling_rounds not all of `reward`'s): its score minus, where the KL is in the "
             "reward, kl_coef times it by ppo.kl_estimator. 0 with scoring.combine `group`.",
-            "rises: the gain is worth its KL",
-            source="arXiv:2203.02155"),
+            "rises: the gain is worth its KL", source="arXiv:2203.02155"),
     ),
     *grouped("kl",
         Metric("kl", "nats per answer", _RL, "",

@@ -24,7 +24,14 @@ def last_response_token(response_mask: Tensor) -> Tensor:
     return torch.where(response_mask, positions, -1).amax(dim=1)
 
 
-def token_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, *, kl_coef: float) -> Tensor:
+def token_rewards(
+    scores: Tensor,
+    kl: Tensor,
+    response_mask: Tensor,
+    *,
+    kl_coef: float,
+    of_tokens: Tensor | None = None,
+) -> Tensor:
     """Reward per token: minus the KL penalty on each response token, plus the score on the last.
 
     Args:
@@ -32,6 +39,8 @@ def token_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, *, kl_coef:
         kl: (B, T) nats; ignored off the response.
         response_mask: (B, T), EOS included; a response need not be contiguous.
         kl_coef: reward units per nat.
+        of_tokens: (B, T) what tokens got by themselves; only the rest of the score is then on the
+            last one. 0 off the response. None: nothing.
     Returns:
         (B, T) float32, 0 off the response.
     Raises:
@@ -41,7 +50,11 @@ def token_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, *, kl_coef:
     require_same_shape(kl=kl, response_mask=response_mask)
     last = last_response_token(response_mask)
     rewards = (-kl_coef * kl.float()).masked_fill(~response_mask, 0.0)
-    return rewards.scatter_add(1, last[:, None], scores.float()[:, None])
+    scores = scores.float()
+    if of_tokens is not None:
+        require_same_shape(of_tokens=of_tokens, response_mask=response_mask)
+        rewards, scores = rewards + of_tokens, scores - of_tokens.sum(dim=1)
+    return rewards.scatter_add(1, last[:, None], scores[:, None])
 
 
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: float) -> Tensor:

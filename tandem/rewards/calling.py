@@ -7,12 +7,13 @@ import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from tandem.errors import Stopped
 from tandem.rewards.binding import NEW_MESSAGES, binding_of
 from tandem.rewards.form import as_messages, as_turns, form_advice, is_conversational
+from tandem.rewards.per_token import IDS, PER_TOKEN, is_per_token
 from tandem.text import one_line, visible
 
 RewardFunction = Callable[..., Any]
@@ -68,6 +69,7 @@ class Outcome:
     """What came of one answer.
 
     score: a finite number; None where the function said so, or failed.
+    tokens: what it gave each token, whose sum is the score; None of a function that does not.
     failure: the reason, or "". message: what went wrong, in one line.
     turns: of an environment, what it says to the answer, as role and content; None: nothing.
     """
@@ -76,6 +78,7 @@ class Outcome:
     failure: Reason | Literal[""] = ""
     message: str = ""
     turns: list[dict[str, str]] | None = None
+    tokens: list[float] | None = None
 
 
 class Judge(ABC):
@@ -105,7 +108,8 @@ def outcomes_of(function: RewardFunction | Judge, call: Call) -> list[Outcome]:
         if is_conversational(function):
             new = call.columns.get(NEW_MESSAGES) or as_turns(call.completions)
             values |= as_messages(call.columns["messages"], new)
-        return _checked(awaited(binding_of(function, values).call(function, values)), len(call))
+        returned = awaited(binding_of(function, values).call(function, values))
+        return _checked(returned, call.columns[IDS] if is_per_token(function) else len(call))
 
     return guarded(called, len(call), lambda error: form_advice(error, function))
 
@@ -154,16 +158,42 @@ def _named(error: BaseException) -> str:
     return name if text == name else f"{name}: {text}"
 
 
-def _checked(returned: Any, count: int) -> list[Outcome]:
+def _checked(returned: Any, wanted: int | list[list[int]]) -> list[Outcome]:
+    """`wanted`: how many answers there are, or the ids of each where each token is rewarded."""
     if hasattr(returned, "tolist"):  # arrays and tensors are as good as lists
         returned = returned.tolist()
+    count = wanted if isinstance(wanted, int) else len(wanted)
+    what = "numbers" if isinstance(wanted, int) else "lists of numbers"
     if not isinstance(returned, Sequence) or isinstance(returned, str | bytes):
-        message = f"must return a list of {count} numbers or None; got {type(returned).__name__}"
+        message = f"must return a list of {count} {what} or None; got {type(returned).__name__}"
         return failed(count, "result", message)
     if len(returned) != count:
-        message = f"must return a list of {count} numbers or None; got {len(returned)}"
+        message = f"must return a list of {count} {what} or None; got {len(returned)}"
         return failed(count, "result", message)
-    return [_outcome(value) for value in returned]
+    if isinstance(wanted, int):
+        return [_outcome(value) for value in returned]
+    return [_of_tokens(value, len(ids)) for value, ids in zip(returned, wanted, strict=True)]
+
+
+def _of_tokens(value: Any, count: int) -> Outcome:
+    """What came of an answer of `count` tokens, each of which has a number."""
+    found = value.tolist() if hasattr(value, "tolist") else value
+    if found is None:
+        return Outcome(None)
+    if not isinstance(found, Sequence) or isinstance(found, str | bytes):
+        message = f"must return a list of numbers, one for each token, or None; got {_shown(value)}"
+        return Outcome(None, "result", message)
+    if len(found) != count:
+        message = f"must return a number for each of {count} tokens; got {len(found)} numbers"
+        return Outcome(None, "result", message)
+    outcomes = [_outcome(number) for number in found]
+    numbers = [outcome.score for outcome in outcomes if outcome.score is not None]
+    total = _outcome(math.fsum(numbers))
+    for outcome in (*outcomes, total):
+        if outcome.score is None:
+            message = outcome.message or "must return a finite number for each token; got None"
+            return Outcome(None, "result", message)
+    return replace(total, tokens=numbers)
 
 
 def _outcome(value: Any) -> Outcome:
@@ -172,6 +202,8 @@ def _outcome(value: Any) -> Outcome:
         return Outcome(None)
     if not is_reward(number):
         message = f"must return finite numbers within {MOST:g} or None; got {_shown(value)}"
+        if isinstance(value, list | tuple):
+            message += f" (one list per answer, for its tokens, needs the attribute {PER_TOKEN})"
         return Outcome(None, "result", message)
     return Outcome(float(number))
 

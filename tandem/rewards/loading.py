@@ -18,12 +18,14 @@ from tandem.named_functions import (
 from tandem.rewards.binding import parameters_of
 from tandem.rewards.calling import RewardFunction
 from tandem.rewards.form import CONVERSATIONAL, is_conversational
+from tandem.rewards.per_token import PER_TOKEN
 from tandem.rewards.shipped import SHIPPED
 from tandem.rewards.spec import RewardSpec, parse_spec
 
 SETTINGS = (
     *("in_process", "whole_rollout", "checks_answer", "training_only", "as_completion"),
     CONVERSATIONAL,
+    PER_TOKEN,
 )
 """Attributes of a function that say how it is run and tested (docs/reward_function.md)."""
 

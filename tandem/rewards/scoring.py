@@ -18,6 +18,7 @@ from tandem.rewards.calling import Call, Outcome, RewardFunction, outcomes_of
 from tandem.rewards.columns import account_of, columns_of
 from tandem.rewards.form import as_turns, is_conversational, reads_messages
 from tandem.rewards.loading import load_reward_function
+from tandem.rewards.per_token import check_per_token, is_per_token
 from tandem.rewards.pool import (
     PoolLimits,
     WorkerPool,
@@ -66,6 +67,8 @@ class FunctionScores:
     it said so or failed. failed: whether it failed on each. failures: how often, by reason. first:
     of the first such answer, its row and what went wrong. seconds: how long it took for all.
     advice: what to look at where it gave None for all and failed on none; "" if nothing is known.
+    tokens: what it gave each token of the answers, whose sums are the scores; None of a function
+        that does not reward tokens.
     """
 
     label: str
@@ -76,6 +79,7 @@ class FunctionScores:
     first: str = ""
     seconds: float = 0.0
     advice: str = ""
+    tokens: list[list[float] | None] | None = None
 
     @staticmethod
     def joined(parts: Sequence[FunctionScores]) -> FunctionScores:
@@ -92,6 +96,9 @@ class FunctionScores:
             next((part.first for part in parts if part.first), ""),
             sum(part.seconds for part in parts),
             parts[0].advice if all(part.advice for part in parts) else "",
+            None
+            if parts[0].tokens is None
+            else [one for part in parts for one in part.tokens or ()],
         )
 
     @property
@@ -248,6 +255,7 @@ class RewardFunctions:
 
     def _made(self, spec: RewardSpec, call: RewardFunction) -> _Function:
         config = self.config
+        check_per_token(call, spec.label, config.combine)
         printed: list[str] = []
         if isinstance(call, RemoteReward):
             call = call.told(spec.label, config.deadline_seconds, self._print_line)
@@ -297,6 +305,7 @@ class RewardFunctions:
             first="" if first is None else f"{sources[first]}: {outcomes[first].message}",
             seconds=time.monotonic() - start,
             advice=f"reward function {spec.label}: {told}" if told else "",
+            tokens=[o.tokens for o in outcomes] if is_per_token(function.call) else None,
         )
         if self._held is None:
             self._tell(function, found, tells)

@@ -265,7 +265,7 @@ class _Worker:
             with suppress(Exception):
                 sys.stdout.flush()
             reply = {
-                "outcomes": [[o.score, o.failure, o.message, o.turns] for o in outcomes],
+                "outcomes": [[o.score, o.failure, o.message, o.turns, o.tokens] for o in outcomes],
                 "printed": printed.taken(),
             }
             send(self._connection, json.dumps(reply).encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -29,7 +30,7 @@ from tandem.rewards.scoring import RewardFunctions
 from tandem.training.algorithm import Algorithm
 from tandem.training.conversations import conversation_metrics
 from tandem.training.reward_function import RewardColumns, function_scores, named_metrics
-from tandem.training.rollout_rows import selected
+from tandem.training.rollout_rows import at_tokens, selected
 from tandem.types import Experience, Rollout
 
 
@@ -63,6 +64,7 @@ def shaped_rewards(
             f"{len(rollout)}{scored.failure()}. Look at the columns it reads."
         )
     metrics = scored.metrics(rollout)
+    of_tokens = at_tokens(rollout, scored.of_tokens)
     kept = scored.is_scored if kept is None else kept & scored.is_scored
     if not bool(kept.any()):
         kept = scored.is_scored
@@ -70,12 +72,15 @@ def shaped_rewards(
     if not bool(kept.all()):
         rows = kept.nonzero().flatten()
         rollout, scores = selected(rollout, rows), scores[rows]
+        if of_tokens is not None:
+            of_tokens = of_tokens[rows, : rollout.batch.token_ids.shape[1]]
     batch, mask = rollout.batch, rollout.batch.response_mask
     numbers = engine.policy_numbers(rollout, with_values=with_values)
     kl = torch.zeros_like(numbers.logprobs)
     if numbers.ref_logprobs is not None:
         kl = token_kl(numbers.logprobs, numbers.ref_logprobs, algorithm.reward_kl or "k1")
-    rewards = token_rewards(scores, kl, mask, kl_coef=kl_coef if algorithm.reward_kl else 0.0)
+    paid_kl = kl_coef if algorithm.reward_kl else 0.0
+    rewards = token_rewards(scores, kl, mask, kl_coef=paid_kl, of_tokens=of_tokens)
     made = Experience(
         batch=batch,
         old_logprobs=numbers.logprobs,
@@ -187,6 +192,8 @@ class ScoredAnswers:
         in their groups first where `scoring.combine` says so; those have mean 0 in each group and
         would say nothing as a metric. All are 0 where is_scored is false.
     num_unscored: answers that nothing scored. columns: each function's scores.
+    of_tokens: of each answer the part of `mixed` that functions gave single tokens of it
+        (`RewardColumns.of_tokens`), weighted; empty where none does.
     """
 
     scores: Tensor
@@ -201,6 +208,7 @@ class ScoredAnswers:
     labels: tuple[str, ...] = ()
     num_unscored: int = 0
     columns: RewardColumns | None = None
+    of_tokens: tuple[tuple[float, ...], ...] = ()
 
     def failure(self) -> str:
         """What reward functions failed on, in parentheses; "" if on nothing."""
@@ -216,6 +224,7 @@ class ScoredAnswers:
             labels=parts[0].labels,
             num_unscored=sum(part.num_unscored for part in parts),
             columns=RewardColumns.joined(columns) if columns else None,
+            of_tokens=tuple(chain.from_iterable(part.of_tokens for part in parts)),
         )
 
     def without_overlong(self, rollout: Rollout, algorithm: Algorithm) -> ScoredAnswers:
@@ -302,9 +311,12 @@ def score_answers(
             own = other.scorer
             further[:, k] = own.normalized(own.raw(rollout, renderer))
     columns = None
+    of_tokens: tuple[tuple[float, ...], ...] = ()
     if rewards is not None:
         columns = function_scores(rewards, rollout, renderer, world)
         function = columns.total
+        weight = config.reward_function_weight
+        of_tokens = tuple(tuple(weight * r for r in row) for row in columns.of_tokens)
     is_scored = ~(model.isnan() & function.isnan())
     num_unscored = int((~is_scored).sum())
     models = torch.cat([model[:, None], further], dim=1)
@@ -339,6 +351,7 @@ def score_answers(
         labels=tuple(other.label for other in others),
         num_unscored=num_unscored,
         columns=columns,
+        of_tokens=of_tokens,
     )
 
 

@@ -11,7 +11,14 @@ from typing import Any
 from torch import nn
 
 from tandem.checkpoint.state import SavedState
-from tandem.config.schema import GRPOConfig, PPOConfig, RunConfig, SamplingConfig, rl_section
+from tandem.config.schema import (
+    GRPOConfig,
+    PPOConfig,
+    RLConfig,
+    RunConfig,
+    SamplingConfig,
+    rl_section,
+)
 from tandem.config.stages import rl_stage
 from tandem.config.updates import num_rollouts
 from tandem.data.loader import BatchOrder, permutation
@@ -21,6 +28,8 @@ from tandem.errors import ConfigError, DataError
 from tandem.generation.generator import max_positions
 from tandem.generation.sampler import sequence_key
 from tandem.metrics.log import Answer
+from tandem.rewards.per_token import is_per_token
+from tandem.rewards.scoring import RewardFunctions
 from tandem.training.answer_records import AnswerKeeper
 from tandem.training.conversations import conversation_source, given_turns, said
 from tandem.training.evaluate import language_model_metrics, policy_metrics
@@ -193,6 +202,9 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
         if function and not isinstance(rl, GRPOConfig):  # whose line says so
             run.print_line(f"{stage}: {what} by {function}")
     columns = columns_given(config, rows).names
+    rewards = rewards_of(rl.reward_function or None, config.scoring, run.print_line, columns)
+    if rewards is not None and (note := note_on_tokens(rl, rewards)):
+        run.print_line(f"{stage}: {note}")
     conversations = conversation_source(
         config, engine.renderer, columns=columns, world=run.world, print_line=run.print_line
     )
@@ -202,13 +214,25 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
         engine,
         config,
         num_steps=num_steps,
-        reward_function=rewards_of(
-            rl.reward_function or None, config.scoring, run.print_line, columns
-        ),
+        reward_function=rewards,
         source=None if conversations is None else conversations.with_policy(engine),
         ptx_rows=rows.ptx,
         more_prompts=partial(more_prompts, rows.prompts, config.seed),
         print_line=run.print_line,
+    )
+
+
+def note_on_tokens(rl: RLConfig, rewards: RewardFunctions) -> str:
+    """What becomes of rewards per token where an answer has one advantage; "" where they stay."""
+    functions = zip(rewards.specs, rewards.calls, strict=True)
+    labels = [spec.label for spec, call in functions if is_per_token(call)]
+    if not labels or not isinstance(rl, GRPOConfig) or rl.advantage_function:
+        return ""
+    if rl.baseline == "none":
+        return ""
+    return (
+        f"of the rewards per token of {', '.join(labels)} only each answer's sum counts: baseline "
+        f"{rl.baseline} gives an answer one advantage (PPO or --grpo.baseline none keeps them)"
     )
 
 

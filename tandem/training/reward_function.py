@@ -20,9 +20,11 @@ from tandem.objectives.rewards import combined_scores
 from tandem.parallel.world import World
 from tandem.rewards.calling import RewardFunction
 from tandem.rewards.columns import ColumnAccount, account_of
+from tandem.rewards.per_token import mean_of_tokens, weighted_tokens
 from tandem.rewards.scoring import Answers, FunctionScores, GivenFunction, RewardFunctions
 from tandem.rewards.selftest import ReferenceRow, self_test
 from tandem.training.conversations import as_dicts, new_messages
+from tandem.training.rollout_rows import answer_masks
 from tandem.training.stage_data import StepRows
 from tandem.types import PromptRow, Rollout
 
@@ -57,12 +59,20 @@ class RewardColumns:
         """(B,) float32: the weighted sum; NaN where no function gives a number."""
         return combined_scores(self.values, self.weights)
 
+    @property
+    def of_tokens(self) -> tuple[tuple[float, ...], ...]:
+        """What functions gave each token of the answers, as `weighted_tokens`."""
+        parts = [(f.weight, f.tokens) for f in self.functions if f.tokens is not None]
+        return weighted_tokens(parts, len(self.values))
+
     def metrics(self) -> dict[str, float]:
         """Mean, spread and share of None of each function; what failed, and the time taken."""
         metrics: dict[str, float] = {}
         failed = torch.zeros(len(self.values), dtype=torch.bool)
         for k, function in enumerate(self.functions):
             metrics |= named_metrics(function.label, self.values[:, k])
+            if (mean := mean_of_tokens(function.tokens or ())) is not None:
+                metrics[f"reward_per_token/{function.label}"] = mean
             metrics[f"reward_seconds/{function.label}"] = function.seconds
             failed |= torch.tensor(function.failed, dtype=torch.bool)
             for reason, count in function.failures.items():
@@ -199,7 +209,10 @@ def _problem(
     trains: bool,
 ) -> str:
     """What the self-test finds wrong; "" for nothing."""
-    rewards = RewardFunctions(given, config.scoring, print_line, columns=columns)
+    try:
+        rewards = RewardFunctions(given, config.scoring, print_line, columns=columns)
+    except ConfigError as error:
+        return str(error)
     tested = [
         ReferenceRow(
             _prompt(row),
@@ -230,12 +243,8 @@ def _ids_of(renderer: Renderer, tokenizer: PreTrainedTokenizerBase, text: str) -
 def _answers(rollout: Rollout, rewards: RewardFunctions, renderer: Renderer | None) -> Answers:
     ids = texts = None
     if rewards.need("completion_ids"):
-        batch = rollout.batch.on_host()
-        ids = []
-        for row, prompt in enumerate(rollout.prompts):  # in a conversation the last answer's
-            mask = batch.response_mask[row].clone()
-            mask[: len(prompt)] = False
-            ids.append(batch.token_ids[row][mask].tolist())
+        tokens = rollout.batch.on_host().token_ids
+        ids = [tokens[row][own].tolist() for row, own in enumerate(answer_masks(rollout))]
     if renderer is not None and rewards.need("prompt_texts"):
         texts = [renderer.prompt_text(prompt) for prompt in rollout.prompts]
     return Answers(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -27,6 +27,28 @@ def selected(rollout: Rollout, rows: Tensor) -> Rollout:
         group=rollout.group[rows],
         rank_seconds=rollout.rank_seconds,
     )
+
+
+def answer_masks(rollout: Rollout) -> Iterator[Tensor]:
+    """Of each row the tokens of its answer, (T,) bool on the host; in a conversation, whose prompt
+    holds earlier answers, of the last one."""
+    mask = rollout.batch.on_host().response_mask
+    for row, prompt in enumerate(rollout.prompts):
+        own = mask[row].clone()
+        own[: len(prompt)] = False
+        yield own
+
+
+def at_tokens(rollout: Rollout, numbers: Sequence[Sequence[float]]) -> Tensor | None:
+    """Numbers of the tokens of each row's answer (`answer_masks`) at these tokens, (B, T) float32,
+    0 elsewhere. A row may have none; None where there are no rows of them."""
+    if not numbers:
+        return None
+    placed = torch.zeros(rollout.batch.token_ids.shape)
+    for row, own in enumerate(answer_masks(rollout)):
+        if numbers[row]:
+            placed[row, own] = torch.tensor(numbers[row], dtype=torch.float32)
+    return placed.to(rollout.rollout_logprobs.device)
 
 
 def joined(rollouts: Sequence[Rollout], pad_token_id: int) -> Rollout:

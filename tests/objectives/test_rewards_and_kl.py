@@ -28,6 +28,20 @@ def test_score_sits_on_the_last_response_token_even_when_it_equals_the_pad() -> 
     torch.testing.assert_close(rewards, expected)
 
 
+def test_what_tokens_got_by_themselves_stays_there_and_the_rest_of_the_score_is_at_the_end() -> (
+    None
+):
+    mask = torch.tensor([[False, True, True, True, False], [False, False, True, False, False]])
+    kl = torch.tensor([[9.0, 1.0, -1.0, 2.0, 9.0], [9.0, 9.0, 0.5, 9.0, 9.0]])
+    of_tokens = torch.tensor([[0.0, 1.0, 0.0, -3.0, 0.0], [0.0, 0.0, 4.0, 0.0, 0.0]])
+    scores = torch.tensor([-2.5, 3.0])  # of the tokens -2 and 4, of others -0.5 and -1
+    rewards = token_rewards(scores, kl, mask, kl_coef=0.1, of_tokens=of_tokens)
+    expected = torch.tensor([[0.0, 0.9, 0.1, -3.7, 0.0], [0.0, 0.0, 2.95, 0.0, 0.0]])
+    torch.testing.assert_close(rewards, expected)
+    with pytest.raises(ShapeError, match="of_tokens"):
+        token_rewards(scores, kl, mask, kl_coef=0.1, of_tokens=of_tokens[:, :3])
+
+
 def test_later_turns_are_stepped_over() -> None:
     mask = torch.tensor([[False, True, False, False, True, False]])
     assert last_response_token(mask).tolist() == [4]

@@ -20,7 +20,7 @@ SMALLER = (
 )
 
 
-FUNCTIONS = {"rewards.py": "reward", "open_r1.py": "format_reward"}
+FUNCTIONS = {"rewards.py": "reward", "open_r1.py": "format_reward", "tokens.py": "brief"}
 """The page's files, and a function in each."""
 
 
@@ -45,8 +45,8 @@ def command(output_dir: str) -> list[str]:
 @pytest.fixture
 def folder(tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with the page's files and a model."""
-    for name in ("rewards.py", "open_r1.py"):
-        (text,) = (b for b in blocks("python") if f"def {FUNCTIONS[name]}(" in b)
+    for name, function in FUNCTIONS.items():
+        (text,) = (b for b in blocks("python") if f"def {function}(" in b)
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "questions.jsonl").write_text(blocks("json")[0], encoding="utf-8")
     shutil.copytree(tiny_model, tmp_path / "my-model")
@@ -80,6 +80,7 @@ def test_the_command_of_the_page_trains_by_the_function_alone(
     [
         ("runs/several", "ppo", "gsm8k, of weight 0, does not tell answers apart on 3 rows"),
         ("runs/both", "grpo", "format_reward gives 0 to all that it was tried on"),
+        ("runs/tokens", "ppo", "brief gives an answer the same score whatever row it is for"),
     ],
 )
 def test_the_commands_with_several_functions_run(
@@ -91,4 +92,5 @@ def test_the_commands_with_several_functions_run(
     assert code == 0, printed.err
     assert f"reward function {told}" in printed.out + printed.err
     values = records(folder / output_dir)[-1]["values"]
-    assert "reward_mean/length" in values
+    names = ("reward_mean/length", "reward_per_token/brief")
+    assert any(name in values for name in names)
