@@ -31,6 +31,7 @@ OTHERWISE = {
     "training/experience.py": ({"reward"}, "a metric, and ppo.kl_in"),
     "training/replay.py": ({"reward"}, "a column: a token's reward"),
     "metrics/table.py": ({"reward"}, "a metric, a group and a column"),
+    "metrics/rewards.py": ({"reward"}, "a metric, a group and a column"),
     "metrics/answer_sections.py": ({"reward"}, "a field of the records of answers"),
     "serve/run_files.py": ({"reward"}, "a field of the records of answers"),
     "serve/run_views.py": ({"reward"}, "a field of the records of answers"),

@@ -23,6 +23,7 @@ from tandem.config.load import build_config, check_config, dump_config
 from tandem.config.schema import RunConfig
 from tandem.config.scoring import weighted_models
 from tandem.errors import ConfigError
+from tandem.metrics.names import find_metric
 from tandem.models.modes import evaluating
 from tandem.models.save import save_model
 from tandem.models.scalar import load_scalar_model, set_normalization
@@ -418,6 +419,27 @@ def test_several_reward_models_score_beside_each_other(tiny_model: str, tmp_path
     mean = made.metrics["reward_mean/reward_model"] - 0.5 * expected
     assert made.metrics["reward_before_penalty"] == pytest.approx(mean, abs=1e-5)
     assert trainer.train_rlhf(made, step=1)["updates"] >= 1
+
+
+def test_of_rewards_normalized_by_group_the_return_keeps_penalties_and_kl(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    config = config_of(
+        tmp_path,
+        tiny_model,
+        grpo={"kl": "k1-in-reward", "kl_coef": 0.5, "missing_eos_penalty": 0.25},
+        scoring={"combine": "group"},
+    )
+    trainer, prompts = trainer_of(config)
+    for step in (1, 2):  # the policy is not the reference any more
+        made = trainer.generate_experience(prompts[:6], step=step)
+        penalty = 0.25 * (1 - made.metrics["eos_rate"])
+        expected = -penalty - 0.5 * made.metrics["kl"]
+        assert made.metrics["shaped_return"] == pytest.approx(expected, abs=1e-5)
+        assert float(made.scores.mean()) == pytest.approx(-penalty, abs=1e-5)
+        trainer.train_rlhf(made, step=step)
+    assert penalty > 0
+    assert "only penalties and KL are left of it" in find_metric("shaped_return").meaning
 
 
 @pytest.mark.parametrize(
