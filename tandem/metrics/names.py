@@ -12,6 +12,7 @@ from types import MappingProxyType
 from tandem.config.stages import Family
 from tandem.errors import ConfigError
 from tandem.metrics.metric import Metric
+from tandem.metrics.own import OWN_PREFIX
 from tandem.metrics.table import METRICS
 
 METRIC: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in METRICS})
@@ -30,8 +31,8 @@ def find_metric(name: str) -> Metric:
     known = [m.name.replace("*", ending) for m in METRICS for ending in m.members or ("*",)]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
     raise ConfigError(
-        f"metric name must be declared in tandem.metrics.table; got {name!r}. "
-        f"The nearest is {near!r}; use it or declare a new Metric."
+        f"metric name must be declared in tandem.metrics.table, or begin with {OWN_PREFIX}; got "
+        f"{name!r}. The nearest is {near!r}; use it, log {OWN_PREFIX + name!r} or declare a Metric."
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from tandem.config.stages import FAMILIES, Family, stage_names, stage_of
 from tandem.metrics.alarms import ALARMS, Rule
 from tandem.metrics.metric import Metric
+from tandem.metrics.own import OWN
 from tandem.metrics.table import METRICS
 from tandem.metrics.text import short_number, trimmed
 
@@ -24,7 +25,7 @@ the same number has the tag `<stage>/<name>`; in TensorBoard too, or `<stage>-<g
 it belongs to a group (`ppo-reward`, `ppo-kl`, `ppo-update`, `ppo-answers`; `-held-out` and `-cost`
 in every stage), which TensorBoard can fold. Steps count from 1; step 0 is measured before the
 first update. A number that is not finite is written as `"nan"`, `"inf"` or `"-inf"`.
-A name that is not on this page cannot be logged.
+A name that is not on this page cannot be logged; numbers of your own are called `own/NAME`.
 
 Units: `nats` are natural-log units; a `share` is a fraction of 1; `reward units` are the reward
 model's raw scores and everything computed from them; `normalized reward` counts standard deviations
@@ -71,6 +72,8 @@ def _metric_row(metric: Metric) -> tuple[str, ...]:
         member = "reason" if of_rewards else "phase"
     else:
         member = "reward function" if of_rewards else "data set"
+    if metric is OWN:
+        member = "name"
     name = metric.name.replace("*", f"<{member}>")
     meaning = f"{metric.meaning} Source: {metric.source}." if metric.source else metric.meaning
     if metric.members:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from tandem.config.stages import FAMILIES, Family
 from tandem.metrics.costs import COSTS
 from tandem.metrics.metric import Metric, grouped
+from tandem.metrics.own import OWN
 from tandem.metrics.rewards import REWARDS
 
 _TEXT: tuple[Family, ...] = ("supervised",)
@@ -316,5 +317,6 @@ METRICS: tuple[Metric, ...] = (
         "their rank had fewer micro-batches than another or no rows. 0 on one rank.",
         "below 0.2; above, raise batch_size or ppo.minibatch_size, or lower micro_batch_tokens"),
     *COSTS,
+    OWN,
 )
 # fmt: on

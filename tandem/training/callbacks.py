@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from tandem.errors import ConfigError
+from tandem.metrics.names import find_metric
+from tandem.metrics.own import OWN_PREFIX
 from tandem.types import Experience
 
 if TYPE_CHECKING:
@@ -21,8 +24,9 @@ class Callback:
 
     Pass instances to `train(callbacks=[...])` or `TrackedLoop(callbacks=[...])`. Each method gets a
     `RunState`: the run, the trainer with its models, and what has just been made. It may read all
-    of it, should change nothing, and stops the run by `state.stop("why")`. With several ranks every
-    rank calls it. What it raises ends the run as any error does.
+    of it, should change nothing, logs numbers of its own by `state.log`, and stops the run by
+    `state.stop("why")`. With several ranks every rank calls it. What it raises ends the run as any
+    error does.
     """
 
     def on_rollout(self, state: RunState) -> None:
@@ -30,7 +34,7 @@ class Callback:
         update."""
 
     def on_step(self, state: RunState) -> None:
-        """A step is over and logged: `state.metrics`, as in metrics.jsonl."""
+        """A step is over: `state.metrics`, which go into metrics.jsonl next."""
 
     def on_evaluate(self, state: RunState) -> None:
         """Held-out rows were evaluated: `state.metrics`. At step 0, before the first update."""
@@ -63,11 +67,38 @@ class RunState:
     experience: Experience | None = None
     folder: Path | None = None
     reason: str = ""
+    _own: dict[str, float] = field(default_factory=dict, init=False, repr=False)
 
     def stop(self, reason: str = "stopped by a callback") -> None:
         """Stop the run after this step, which is saved; `train` returns, and the same call
         continues. After the last step of a stage, its model is not saved either."""
         self.reason = reason or "stopped by a callback"
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Add numbers of your own to the step's, by names that begin with own/. With several ranks
+        the first one's are kept.
+
+        Raises:
+            ConfigError: a name of another kind, or a callback of `on_save`, which has no step.
+        """
+        if self.folder is not None:
+            raise ConfigError(
+                "RunState.log must be called in on_rollout, on_evaluate or on_step; got on_save. "
+                "Keep the number until the next step."
+            )
+        for name, value in metrics.items():
+            if not name.startswith(OWN_PREFIX):
+                raise ConfigError(
+                    f"RunState.log must get names that begin with {OWN_PREFIX}; got {name!r}. Log "
+                    f"{OWN_PREFIX + name!r}."
+                )
+            find_metric(name)
+            self._own[name] = float(value)
+
+    def logged(self) -> dict[str, float]:
+        """What callbacks have logged since the last time."""
+        own, self._own = self._own, {}
+        return own
 
     def tell(
         self,

@@ -23,6 +23,7 @@ from tandem.config.stages import stage_of
 from tandem.data.tokenview import TokenPieces
 from tandem.errors import ConfigError
 from tandem.metrics.log import Record, read_metrics
+from tandem.metrics.own import OWN_PREFIX
 from tandem.training.flight_recorder import Recorded
 from tandem.training.own_folder import config_of_run, require_data
 from tandem.training.run_folder import Run
@@ -34,6 +35,7 @@ from tandem.types import Experience, TokenRow
 _WIDTH = 100
 _NOT_COMPARED = (
     *("seconds", "reward_seconds", "tokens_per_", "samples_per_", "tflops", "peak_memory", "rank_"),
+    OWN_PREFIX,  # of a program that does not run here
     "skipped",  # counted since the beginning of the run
 )
 

@@ -194,7 +194,8 @@ class StepLoop:
         with self._phases("evaluate"):
             self.evaluation = self._trainer.evaluate()
         self._heard.tell("on_evaluate", metrics=self.evaluation)
-        return {**self.evaluation, **self.selection.hear(step, self.evaluation, self.run.world)}
+        heard = self.selection.hear(step, self.evaluation, self.run.world)
+        return {**self.evaluation, **heard, **self._heard.logged()}
 
     def measure_start(self) -> None:
         """Evaluate and log before the first step."""
@@ -299,13 +300,15 @@ class StepLoop:
         if not self._is_bad:
             self._in_a_row = 0
         step = self._recorded[-1].step
-        self._recorded[-1].values = dict(values)
+        now = self._recorded[-1]
+        now.values = dict(values)
+        self._heard.tell("on_step", metrics=values, experience=now.made)
+        values = now.values = {**values, **self._heard.logged()}
         # Before the checkpoint, so that no record is missing after it; what saving costs is in the
         # next step's.
         self._log.log(step, {**values, "skipped": float(self.skipped), **self._phases.metrics()})
-        if (made := self._recorded[-1].made) is not None:
-            self._log.histogram(step, spreads(made))
-        self._heard.tell("on_step", metrics=values, experience=self._recorded[-1].made)
+        if now.made is not None:
+            self._log.histogram(step, spreads(now.made))
         number, asked, stops = self._asked()
         every = self.run.config.save_every
         is_best = self.selection.kept_step == step
