@@ -230,7 +230,7 @@ STAGES: tuple[Stage, ...] = (
         knobs=(
             *("reference_model", "sampling", "scoring", "hybrid_engine"),
             *("dpo.loss", "dpo.beta", "dpo.label_smoothing"),
-            *("dpo.simpo_gamma", "dpo.ipo_logprobs"),
+            *("dpo.simpo_gamma", "dpo.ipo_logprobs", "dpo.sft_coef"),
         ),
         after=("sft", "reward"),
         excludes=("dpo", "kto", "ppo", "grpo"),

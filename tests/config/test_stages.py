@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from tandem.cli import main
 from tandem.config import stages
 from tandem.config.flags import help_page, parse_run_flags
 from tandem.config.load import build_config, check_config, dump_config
+from tandem.config.optimizer import SupervisedConfig
+from tandem.config.preferences import DPOConfig
 from tandem.config.schema import RunConfig
 from tandem.config.stages import STAGES, Policy, Stage, stage_of
 from tandem.errors import ConfigError
@@ -62,6 +65,12 @@ def test_a_stage_is_named_in_its_own_file_and_in_the_table_alone() -> None:
             if file != "config/stages.py" and node.value != own.get(f"tandem/{file}"):
                 found.setdefault(file, set()).add(str(node.value))
     assert found == {file: names for file, (names, _) in OTHERWISE.items()}
+
+
+def test_online_dpo_is_made_from_every_knob_of_the_loss_on_pairs() -> None:
+    of_trainer = {field.name for field in dataclasses.fields(SupervisedConfig)}
+    knobs = {field.name for field in dataclasses.fields(DPOConfig)} - of_trainer
+    assert {f"dpo.{name}" for name in knobs} <= set(stage_of("online-dpo").knobs)
 
 
 def test_the_table_holds_together() -> None:
