@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.config.knob import STEPS, knob
+from tandem.config.knob import STEPS, at_home, knob
 from tandem.config.optimizer import SupervisedConfig
 
 PAPER_BETAS = {
@@ -49,6 +49,12 @@ class DPOConfig(SupervisedConfig):
     ipo_logprobs: Literal["mean", "sum"] = knob("mean")
     """IPO's log-ratios per token (as its authors advise, and as in TRL) or summed over the
     answer (as in OpenRLHF)."""
+    loss_function: str = knob("", path=True)
+    """A loss on pairs of your own as `file.py:name?option=value` (docs/preferences.md), called as
+    f(chosen, rejected) -> each pair's loss. Empty: that of dpo.loss."""
+
+    def __post_init__(self) -> None:
+        at_home(self)
 
     @property
     def needs_reference(self) -> bool:
@@ -86,6 +92,15 @@ class KTOConfig(SupervisedConfig):
 def preference_problems(dpo: DPOConfig) -> Iterator[str]:
     """Knobs that were set although the loss does not read them."""
     defaults = DPOConfig()
+    if dpo.loss_function:
+        for name in ("loss", "label_smoothing", "simpo_gamma", "ipo_logprobs"):
+            if (value := getattr(dpo, name)) != getattr(defaults, name):
+                yield (
+                    f"dpo.{name} must not be set where dpo.loss_function is in its place; got "
+                    f"{value}. Remove it, or make it an option of the function "
+                    f"(dpo.loss_function FILE.py:NAME?{name}=...)"
+                )
+        return
     read_by = {
         "label_smoothing": ("sigmoid", "cdpo", "robust"),
         "simpo_gamma": ("simpo",),

@@ -231,6 +231,7 @@ STAGES: tuple[Stage, ...] = (
             *("reference_model", "sampling", "scoring", "hybrid_engine"),
             *("dpo.loss", "dpo.beta", "dpo.label_smoothing"),
             *("dpo.simpo_gamma", "dpo.ipo_logprobs", "dpo.sft_coef"),
+            "dpo.loss_function",
         ),
         after=("sft", "reward"),
         excludes=("dpo", "kto", "ppo", "grpo"),

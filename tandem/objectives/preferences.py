@@ -6,6 +6,7 @@ docs/preferences.md has the formulas side by side with the names that other trai
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.errors import ShapeError
 from tandem.objectives.losses import dpo_loss, wins_of
 from tandem.objectives.masked import require_same_shape
 
@@ -101,6 +103,41 @@ def pair_loss(
     if sft_coef:
         found = replace(found, loss=found.loss - sft_coef * chosen.mean.sum())
     return found
+
+
+PairLosses = Callable[[AnswerLogprobs, AnswerLogprobs], Tensor]
+"""The chosen and the rejected answers of B pairs to each pair's loss, (B,). They are some pairs of
+an update, so that one pair's loss must not depend on another's."""
+
+
+def given_pair_loss(
+    losses: PairLosses,
+    chosen: AnswerLogprobs,
+    rejected: AnswerLogprobs,
+    *,
+    beta: float,
+    sft_coef: float = 0.0,
+) -> PairLoss:
+    """The losses of a function that the user gives. Denominator: pairs.
+
+    Args:
+        beta: of the implicit rewards, which are measured as DPO's.
+        sft_coef: as of `pair_loss`.
+    Raises:
+        ShapeError: it returns something else than a number per pair with a gradient.
+    """
+    found = losses(chosen, rejected)
+    if not isinstance(found, Tensor) or not found.is_floating_point():
+        got = found.dtype if isinstance(found, Tensor) else type(found).__name__
+        raise ShapeError(f"a loss on pairs must return a tensor of floats (B,); got {got}.")
+    require_same_shape(losses=found, pairs=chosen.total)
+    if chosen.total.requires_grad and not found.requires_grad:
+        raise ShapeError(
+            "a loss on pairs must return losses with a gradient; got none. Compute them from the "
+            "log-probs, not detached."
+        )
+    found = found - sft_coef * chosen.mean if sft_coef else found
+    return _pair_loss(found.float(), beta * chosen.log_ratio, beta * rejected.log_ratio)
 
 
 def _without_reference(

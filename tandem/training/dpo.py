@@ -12,8 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from tandem.config.preferences import DPOConfig
-from tandem.objectives.preferences import AnswerLogprobs, PairLoss, pair_loss
+from tandem.objectives.preferences import (
+    AnswerLogprobs,
+    PairLoss,
+    PairLosses,
+    given_pair_loss,
+    pair_loss,
+)
 from tandem.training.evaluate import by_dataset, datasets_of_pairs
+from tandem.training.policy_functions import named_pair_losses
 from tandem.training.reference import ReferencedPolicy, halves, place_referenced
 from tandem.training.run_folder import Run
 from tandem.training.stage_data import StepRows
@@ -26,16 +33,17 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     """DPO, ready to run; it leaves `RUN/dpo`, a folder that from_pretrained opens."""
     settings = run.config.dpo
     run.print_line(f"dpo: {describe_loss(settings)}")
+    given = named_pair_losses(settings)
     policy = place_referenced(run, rows, "dpo", has_reference=settings.needs_reference)
 
     def loss(part: Sequence[PairRow]) -> tuple[Tensor, dict[str, Tensor]]:
         sequences = [pair.chosen for pair in part] + [pair.rejected for pair in part]
         chosen, rejected = halves(policy.logprobs(sequences))
-        result = loss_of_pairs(chosen, rejected, settings)
+        result = loss_of_pairs(chosen, rejected, settings, given)
         return result.loss, {**pair_sums(chosen, rejected, result), "accuracy": result.accuracy}
 
     objective = objective_of_pairs(loss, scoring_passes=int(settings.needs_reference))
-    evaluate = _evaluation(policy, rows.heldout_dpo_pairs, settings)
+    evaluate = _evaluation(policy, rows.heldout_dpo_pairs, settings, given)
     trainer = SupervisedTrainer(
         run, "dpo", policy.model, settings, rows.dpo_pairs, objective, evaluate
     )
@@ -44,6 +52,11 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
 
 def describe_loss(settings: DPOConfig) -> str:
     """The loss in one line, with the defaults that it was given."""
+    if settings.loss_function:
+        return (
+            f"loss {settings.loss_function}, against the reference; implicit rewards with beta "
+            f"{settings.effective_beta:g}"
+        )
     whose = "" if settings.beta else " (its paper's)"
     parts = [f"loss {settings.loss}", f"beta {settings.effective_beta:g}{whose}"]
     if settings.effective_smoothing:
@@ -59,9 +72,19 @@ def describe_loss(settings: DPOConfig) -> str:
 
 
 def loss_of_pairs(
-    chosen: AnswerLogprobs, rejected: AnswerLogprobs, settings: DPOConfig
+    chosen: AnswerLogprobs,
+    rejected: AnswerLogprobs,
+    settings: DPOConfig,
+    given: PairLosses | None = None,
 ) -> PairLoss:
-    """The configured loss of some pairs, as sums."""
+    """The configured loss of some pairs, as sums.
+
+    Args:
+        given: the function that `loss_function` names (`named_pair_losses`).
+    """
+    if given is not None:
+        beta, sft_coef = settings.effective_beta, settings.sft_coef
+        return given_pair_loss(given, chosen, rejected, beta=beta, sft_coef=sft_coef)
     return pair_loss(
         settings.loss,
         chosen,
@@ -88,7 +111,10 @@ def pair_sums(
 
 
 def _evaluation(
-    policy: ReferencedPolicy, pairs: Sequence[PairRow], settings: DPOConfig
+    policy: ReferencedPolicy,
+    pairs: Sequence[PairRow],
+    settings: DPOConfig,
+    given: PairLosses | None,
 ) -> Callable[[], dict[str, float]]:
     """Held-out loss, accuracy and margin of the implicit reward, over all and per data set."""
     sides = [
@@ -102,7 +128,7 @@ def _evaluation(
         chosen, rejected = (measure() for measure in sides)
 
         def measure(some: Tensor) -> dict[str, float]:
-            result = loss_of_pairs(chosen.select(some), rejected.select(some), settings)
+            result = loss_of_pairs(chosen.select(some), rejected.select(some), settings, given)
             sums = {
                 "heldout_loss": result.loss,
                 "heldout_accuracy": result.accuracy,

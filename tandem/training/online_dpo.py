@@ -44,6 +44,7 @@ from tandem.training.evaluate import policy_metrics
 from tandem.training.experience import score_answers, shaped_rewards
 from tandem.training.flight_recorder import rows_of
 from tandem.training.operations import generation_flops, scoring_flops, update_flops
+from tandem.training.policy_functions import named_pair_losses
 from tandem.training.ppo import first_answers, reward_source, save_engine
 from tandem.training.reference import halves
 from tandem.training.reward_function import columns_given, rewards_of
@@ -127,6 +128,7 @@ class OnlineDPO:
         self._config = run.config
         self._rows = rows
         self._rewards = rewards
+        self._given = named_pair_losses(run.config.dpo)
         self._source = source or SingleTurn(engine)
         self._kept = AnswerKeeper(engine.tokenizer, run.config.log.record_answers)
         self.followed = self._kept.followed
@@ -225,7 +227,7 @@ class OnlineDPO:
             first, there = 2 * numbers.host, 2 * numbers.on(pairs.batch.token_ids.device)
             part = pairs.select(torch.cat([first, first + 1]), torch.cat([there, there + 1]))
             chosen, rejected = halves(self._logprobs(part))
-            result = loss_of_pairs(chosen, rejected, self._config.dpo)
+            result = loss_of_pairs(chosen, rejected, self._config.dpo, self._given)
             sums = {
                 "preference_accuracy": result.accuracy,
                 "preference_margin": result.chosen_reward - result.rejected_reward,

@@ -1,4 +1,4 @@
-"""Policy losses of the user's own, found and tried; advantages of their own, found."""
+"""Losses of the user's own, of policies and on pairs, found and tried; advantages, found."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from tandem.config.preferences import DPOConfig
 from tandem.config.schema import RLConfig
 from tandem.errors import ConfigError, TandemError
 from tandem.named_functions import named_function
 from tandem.objectives.policy import TokenLosses, given_policy_loss
+from tandem.objectives.preferences import AnswerLogprobs, PairLosses, given_pair_loss
 from tandem.text import cause_of
 
 if TYPE_CHECKING:
@@ -49,6 +51,17 @@ def named_advantages(rl: RLConfig, section: str) -> AdvantagesOf | None:
     except ValueError:  # something without a signature, which the first call will tell of
         pass
     return cast("AdvantagesOf", function)
+
+
+def named_pair_losses(dpo: DPOConfig) -> PairLosses | None:
+    """The function that `dpo.loss_function` names; None if it names none.
+
+    Raises:
+        ConfigError: it leads nowhere.
+    """
+    if not dpo.loss_function:
+        return None
+    return cast(PairLosses, named_function(dpo.loss_function, "dpo.loss_function"))
 
 
 def told(error: Exception) -> str:
@@ -105,3 +118,54 @@ def _tried(token_losses: TokenLosses, name: str, rows: slice) -> Tensor:
             "changed one in place. Write x = x * y for x *= y."
         )
     return losses[0].detach().masked_fill(~mask, 0.0).sum(dim=1)
+
+
+def try_pair_losses(losses: PairLosses, name: str) -> None:
+    """Call a loss on pairs on a few made-up ones.
+
+    Raises:
+        ConfigError: it fails, gives no loss per pair, changes what it was given, or lets one pair's
+            loss depend on another's, so that micro-batches would change the gradient.
+    """
+    together = _tried_pairs(losses, name, slice(None))
+    alone = torch.cat([_tried_pairs(losses, name, slice(row, row + 1)) for row in range(2)])
+    if not torch.allclose(together, alone, rtol=1e-4, atol=1e-6, equal_nan=True):
+        raise ConfigError(
+            f"{name} must give a pair the same loss whatever other pairs come with it, as updates "
+            f"are split over micro-batches and ranks; got {together.tolist()} for two pairs at "
+            f"once, {alone.tolist()} one by one. Use nothing that sums over pairs."
+        )
+
+
+def _tried_pairs(losses: PairLosses, name: str, rows: slice) -> Tensor:
+    """The loss of each of some made-up pairs, (rows,)."""
+    totals = torch.tensor([[-4.0, -9.5], [-7.0, -3.25]])
+    references = totals + torch.tensor([[-0.5, 1.0], [0.25, 0.75]])
+    tokens = torch.tensor([[3, 8], [5, 2]])
+    sides = [
+        AnswerLogprobs(totals[side, rows].clone(), tokens[side, rows], references[side, rows])
+        for side in range(2)
+    ]
+    given = [t for s in sides for t in (s.total, s.tokens, s.reference) if t is not None]
+    before = [tensor.clone() for tensor in given]
+    for side in sides:
+        side.total.requires_grad_()
+    found = []
+
+    def one_by_one(chosen: AnswerLogprobs, rejected: AnswerLogprobs) -> Tensor:
+        found.append(losses(chosen, rejected))
+        return found[-1]
+
+    try:
+        given_pair_loss(one_by_one, *sides, beta=0.1).loss.backward()
+    # Whatever a user's function does is told to them in one line.
+    except Exception as error:
+        raise ConfigError(
+            f"{name} could not be used on two made-up pairs: {told(error)}"
+        ) from error
+    if any(not torch.equal(a, b) for a, b in zip(given, before, strict=True)):
+        raise ConfigError(
+            f"{name} must leave its arguments as they are; it changed one in place. Write x = x * "
+            "y for x *= y."
+        )
+    return found[0].detach()

@@ -1,8 +1,8 @@
-"""Advantages and policy losses of the user's own, tried on made-up answers before a run begins."""
+"""Advantages and losses of the user's own, tried on made-up answers before a run begins."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from itertools import cycle, islice
 from typing import TYPE_CHECKING
@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tandem.config.schema import RLConfig, SamplingConfig
+from tandem.config.schema import RLConfig, RunConfig, SamplingConfig
+from tandem.config.stages import stage_of
 from tandem.errors import ConfigError
 from tandem.parallel.world import World
 from tandem.training.experience import ScoredAnswers, require_advantages
 from tandem.training.policy_functions import (
     named_advantages,
     named_losses,
+    named_pair_losses,
     told,
+    try_pair_losses,
     try_token_losses,
 )
 from tandem.types import Experience, PromptRow, Rollout, TokenBatch, TokenRow
@@ -64,6 +67,26 @@ def check_policy_functions(
         problem = str(error)
     problems = world.all_gather_object(problem)
     if first := next(filter(None, problems), ""):
+        raise ConfigError(first)
+
+
+def check_pair_losses(config: RunConfig, stages: Iterable[str], world: World) -> None:
+    """Try the loss on pairs that `dpo.loss_function` names, on every rank.
+
+    Args:
+        stages: that are to run.
+    Raises:
+        ConfigError: on every rank, it cannot be used on some.
+    """
+    if not any(stage_of(name).reads("dpo.loss_function") for name in stages):
+        return
+    problem = ""
+    try:
+        if (losses := named_pair_losses(config.dpo)) is not None:
+            try_pair_losses(losses, f"dpo.loss_function {config.dpo.loss_function}")
+    except ConfigError as error:
+        problem = str(error)
+    if first := next(filter(None, world.all_gather_object(problem)), ""):
         raise ConfigError(first)
 
 

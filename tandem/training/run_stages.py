@@ -59,7 +59,7 @@ from tandem.training.left_out import left_out_lines
 from tandem.training.model_checks import check_models, check_trained
 from tandem.training.own_templates import settle_template
 from tandem.training.planned_steps import planned_steps
-from tandem.training.policy_trial import check_policy_functions
+from tandem.training.policy_trial import check_pair_losses, check_policy_functions
 from tandem.training.preflight import (
     check_parallel,
     check_rows,
@@ -224,6 +224,7 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
         check_rows(config, rows, *tokenizer_sources(run))
         check_trained(run, unfinished, rows, *tokenizer_sources(run))
         run.require_continuable(unfinished[0])
+        check_pair_losses(config, unfinished, run.world)
         if of_family(unfinished, "rl"):
             rl = rl_section(config)
             section = rl_stage(config.stages).section

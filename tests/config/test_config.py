@@ -321,6 +321,7 @@ PATHS = {
     "eval_data": "~/d.jsonl",
     "dataset.chat_template": "~/chatml.jinja",
     "output_dir": "~/runs/x",
+    "dpo.loss_function": "~/mine.py:hinge?delta=2",
     "ppo.reward_function": "~/rewards.py:score",
     "ppo.loss_function": "~/mine.py:gated?negative=1.1",
     "ppo.advantage_function": "~/mine.py:group_means",
