@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tandem.errors import TandemError
     from tandem.generation.generator import generate
     from tandem.generation.stops import Stops
+    from tandem.metrics.records import read_metrics
     from tandem.models.save import save_model
     from tandem.training.callbacks import Callback, RunState
     from tandem.training.make_engine import make_engine
@@ -45,6 +46,7 @@ _HOMES = {
     "generate": "tandem.generation.generator",
     "load_config": "tandem.config.load",
     "make_engine": "tandem.training.make_engine",
+    "read_metrics": "tandem.metrics.records",
     "save_model": "tandem.models.save",
     "train": "tandem.training.run_stages",
 }
@@ -68,6 +70,7 @@ __all__ = [
     "generate",
     "load_config",
     "make_engine",
+    "read_metrics",
     "save_model",
     "train",
 ]

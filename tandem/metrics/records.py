@@ -48,6 +48,11 @@ class Record:
 def read_metrics(run_dir: Path | str) -> list[Record]:
     """Every record of the run in the order written; empty if nothing was logged yet.
 
+    Args:
+        run_dir: the run's folder, also while it runs.
+    Returns:
+        a record per logged step: its `stage`, `step`, `time` (Unix, in seconds), and `values` by
+        metric name (docs/metrics.md).
     Raises:
         CheckpointError: if a line, other than a half-written last one, is not a record.
     """
