@@ -12,7 +12,6 @@ in adapters and heads.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,8 +33,8 @@ from tandem.engine.forward import response_logprobs, scored, token_values
 from tandem.engine.learner import Learner
 from tandem.engine.module_scorer import any_scorer
 from tandem.engine.placement import Base, Model, Placement
-from tandem.engine.reference import place_reference
-from tandem.engine.rollouts import generating, rollout_of
+from tandem.engine.reference import another, place_reference, start_of_reference
+from tandem.engine.rollouts import for_readers, generating, rollout_of
 from tandem.engine.scoring import scorer_tokenizer
 from tandem.errors import ConfigError, ModelError
 from tandem.generation.conversing import Conversing
@@ -54,6 +53,7 @@ from tandem.ops import native
 from tandem.parallel.scaling import LossScaler
 from tandem.parallel.tensor import tensor_group
 from tandem.parallel.world import World, launched
+from tandem.text import counted
 from tandem.types import PromptRow, Rollout, TokenBatch
 
 
@@ -127,7 +127,7 @@ class RLHFEngine:
             reward_tokenizer = self._tokenizer_of(reward_model, "reward_tokenizer")
         # Copies are made before their original gets adapters or is split.
         tokens_of_reference = None if reference is None else self.tokenizer
-        reference = _reference(actor, reference, settings) if has_reference else None
+        reference = start_of_reference(actor, reference, settings) if has_reference else None
         if has_critic and critic is None:
             critic = self._critic_start(actor, reward_model, reward_tokenizer)
         self.has_reference = has_reference
@@ -145,6 +145,7 @@ class RLHFEngine:
             )
             check_vocabulary(self.critic, tokenizer)
         self.reference = place_reference(placement, reference, tokens_of_reference)
+        self._drawing = for_readers(settings, self.actor, self._readers())
         self.agreement = check_policy(self.actor, self.tensor_group)
         if has_reference and tokens_of_reference is None:
             check_same_start(self.actor, self.reference)
@@ -196,7 +197,7 @@ class RLHFEngine:
         return rollout_of(
             self.actor,
             prompts,
-            self.settings,
+            self._drawing,
             self.stops,
             step=step,
             numbers=numbers,
@@ -305,6 +306,10 @@ class RLHFEngine:
     def describe(self) -> str:
         """One line on how the actor generates, and where PPO's old log-probs come from."""
         source = "the sampler's" if self.trusts_sampler else "a forward's"
+        left = len(self._drawing.sampling.logit_bias) - len(self.settings.sampling.logit_bias)
+        if left:
+            lost = f"the policy's last {counted(left, 'token')}, which another model lacks"
+            source += f"; never drawn: {lost}"
         if not self.settings.hybrid_engine:
             return f"generation: Hugging Face's generate, as asked; old log-probs: {source}"
         apart, why = self.agreement, why_unpacked(self.actor)
@@ -354,6 +359,11 @@ class RLHFEngine:
         """The models in training."""
         return [self.actor] if self.critic is None else [self.actor, self.critic]
 
+    def _readers(self) -> list[PreTrainedModel]:
+        """The other models that read the actor's tokens."""
+        readers = [] if self.scorer is None else self.scorer.readers(self.renderer)
+        return readers + [model for model in (self.critic, self.reference) if model is not None]
+
     def _learner(self, role: str, model: PreTrainedModel) -> Learner:
         if role not in self.settings.optimizers:
             raise ConfigError(
@@ -381,20 +391,10 @@ class RLHFEngine:
             Renderer(self.tokenizer)
         )
         if isinstance(reward_model, PreTrainedModel | str) and shares_tokenizer:
-            return _another(reward_model)
+            return another(reward_model)
         if isinstance(actor, str):
             return actor
         raise ModelError(
             "RLHFEngine must get critic= where the actor is a module and no reward model shares "
             "its tokenizer; got none. Pass a folder or a model with a scalar head."
         )
-
-
-def _reference(actor: Model, given: Model | None, settings: EngineSettings) -> Model | None:
-    """What the actor is compared with; None where that is the actor without its adapters."""
-    return _another(actor) if given is None and settings.lora.rank == 0 else given
-
-
-def _another(model: Model) -> Model:
-    """The same to load again, or a copy of a module."""
-    return model if isinstance(model, str) else copy.deepcopy(model)

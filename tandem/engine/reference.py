@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tandem.engine.placement import Placement
+from tandem.config.engine import EngineSettings
+from tandem.engine.placement import Model, Placement
 from tandem.errors import ModelError
 from tandem.models.load import check_vocabulary, load_tokenizer
+
+
+def start_of_reference(actor: Model, given: Model | None, settings: EngineSettings) -> Model | None:
+    """What the actor is compared with; None where that is the actor without its adapters."""
+    return another(actor) if given is None and settings.lora.rank == 0 else given
+
+
+def another(model: Model) -> Model:
+    """The same to load again, or a copy of a module."""
+    return model if isinstance(model, str) else copy.deepcopy(model)
 
 
 def place_reference(
