@@ -1,0 +1,138 @@
+"""The actor's log-probs and its exact KL to the reference, from one forward of each."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tandem.engine.forward import scored
+from tandem.engine.hybrid import RLHFEngine
+from tandem.engine.placement import onload
+from tandem.models.lm_head import vocabulary_head
+from tandem.models.lora import adapters_off
+from tandem.models.modes import evaluating
+from tandem.models.packed import predictor_states, response_tokens
+from tandem.models.replayed import KeptStates
+from tandem.models.twin import compares_once
+from tandem.objectives.divergence import ExactKL, Predictions, exact_kl
+from tandem.objectives.logprobs import scatter_to_tokens, token_logprobs
+from tandem.ops import gpu
+from tandem.parallel.shard import shards_of
+from tandem.types import TokenBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Of a batch: log-probs and entropy of its response tokens, (B, T) float32, 0 off them; each
+    token's KL, likewise, without gradient; and the KLs' weighted sum, ()."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    kl: Tensor
+    kl_sum: Tensor
+
+
+def compared_with_reference(
+    engine: RLHFEngine,
+    batch: TokenBatch,
+    placement: ExactKL,
+    *,
+    token_weights: Tensor | None = None,
+    learns_logprobs: bool = True,
+    with_entropy: bool = False,
+    kept: KeptStates | None = None,
+) -> Compared:
+    """The actor's numbers at the sampling temperature, with gradient, and the KL to the reference
+    over the vocabulary that both have.
+
+    Args:
+        token_weights: (B, T) or (B, 1), what each response token counts in the sum; None: 1.
+        learns_logprobs: log-probs and entropy have a gradient, as the KL has.
+        kept: as of `RLHFEngine.actor_logprobs`.
+    """
+    actor, other = engine.actor, _Other(engine)
+    temperature = engine.settings.sampling.temperature
+    vocabulary = min(m.config.get_text_config().vocab_size for m in (actor, other.model))
+    mask = batch.response_mask
+
+    @compares_once
+    def forward(model: PreTrainedModel, theirs: Tensor) -> tuple[Tensor, ...]:
+        states = predictor_states(model, batch, kept)
+        head = vocabulary_head(model)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and learns_logprobs):
+            logprobs, entropy = token_logprobs(
+                head,
+                states,
+                response_tokens(batch, len(states)),
+                vocabulary=model.config.get_text_config().vocab_size,
+                weights=head.weights,
+                temperature=temperature,
+                with_entropy=with_entropy,
+                product=head.product() if gpu.fuses(states) else None,
+            )
+        ones = torch.ones(mask.shape, device=states.device)
+        counted = ones if token_weights is None else ones * token_weights
+        kl_sum, kl = exact_kl(
+            Predictions(head, states),
+            Predictions(other.logits, theirs),
+            counted[mask],
+            placement,
+            vocabulary=vocabulary,
+            weights=head.weights,
+            temperature=temperature,
+        )
+        placed = [scatter_to_tokens(values, mask) for values in (logprobs, entropy, kl)]
+        return (*placed, kl_sum)
+
+    found: list[tuple[Tensor, ...]] = []
+
+    def both() -> None:
+        theirs = other.states(batch)
+        # What a split model's forward returns has it gathered again in the backward pass, which
+        # does not need the reference.
+        found.append(shards_of(actor).forward(lambda: forward(actor, theirs)))
+
+    if other.model is actor:
+        both()
+    else:
+        with onload(other.model):
+            shards_of(other.model).forward(both)
+    return Compared(*found[0])
+
+
+class _Other:
+    """The reference: a model, or the actor with its adapters off."""
+
+    def __init__(self, engine: RLHFEngine) -> None:
+        self.model = engine.reference or engine.actor
+        self._within = (
+            nullcontext if engine.reference is not None else partial(adapters_off, engine.actor)
+        )
+
+    def states(self, batch: TokenBatch) -> Tensor:
+        """(R, D) of the batch's response tokens, without gradient."""
+        with torch.no_grad(), self._within():
+            return predictor_states(self.model, batch)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(n, V) of such states."""
+        with self._within():
+            return vocabulary_head(self.model)(hidden)
+
+
+def heldout_divergence(
+    engine: RLHFEngine, batch: TokenBatch, placement: ExactKL, max_tokens: int
+) -> float:
+    """The exact KL per response token of a batch, nats; no gradient."""
+
+    def forward(part: TokenBatch) -> tuple[Tensor, ...]:
+        return (compared_with_reference(engine, part, placement).kl,)
+
+    with evaluating(engine.actor):
+        (kl,) = scored(batch, max_tokens, forward, engine.policy_models)
+    return float(kl.sum()) / max(1, batch.num_response_tokens)

@@ -1,0 +1,266 @@
+"""On-policy distillation: a policy learns a teacher's distributions on its own answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tandem import make_engine
+from tandem.config.critic_free_rules import EXACT_KL
+from tandem.config.load import check_config
+from tandem.config.schema import GRPOConfig, RunConfig, rl_section
+from tandem.data.render import Renderer
+from tandem.engine.hybrid import RLHFEngine
+from tandem.engine.update import training_mode
+from tandem.errors import ConfigError
+from tandem.metrics.folder import read_folder
+from tandem.objectives.divergence import EXACT
+from tandem.training.algorithm import actor_loss
+from tandem.training.ppo_trainer import PPOTrainer
+from tandem.types import Experience
+from tests.ranks import on_ranks
+from tests.tiny import save_tiny_model, tiny_config, tiny_llama, tiny_tokenizer
+from tests.training import environments, letter_rewards
+from tests.training.runs import (
+    assert_equal_runs,
+    assert_same_measures,
+    ran,
+    ran_with_stops,
+    ranks_ran,
+    records,
+)
+from tests.training.test_policy_functions import weights_of
+
+REWARD = f"{letter_rewards.__file__}:starts_early"
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("teacher"), seed=7)
+
+
+def distilling(folder: Path, model: str, data: str, teacher: str, **more: Any) -> RunConfig:
+    changes = {"stages": ["distill"], "reference_model": teacher, "grpo__steps": 3, **more}
+    changes = {"grpo__prompts_per_step": 8, "grpo__minibatch_size": 8, **changes}
+    return tiny_config(folder, model, data, **changes)
+
+
+def made_by(config: RunConfig, model: str) -> tuple[RLHFEngine, PPOTrainer, Experience]:
+    engine = make_engine(config, model)
+    rewards = rl_section(config).reward_function or None
+    trainer = PPOTrainer(engine, config, num_steps=3, reward_function=rewards)
+    rendered = Renderer(tiny_tokenizer())
+    asked = ["what is red", "say it again please", "one"]
+    rows = [rendered.prompt(text) for text in asked]
+    return engine, trainer, trainer.generate_experience(rows, step=1)
+
+
+def plain_kl(
+    student: Any, teacher: Any, made: Experience, placement: str, temperature: float
+) -> Tensor:
+    """(B, T) by Hugging Face's forwards of padded rows, the sum over the vocabulary written out."""
+    ids, mask = made.batch.token_ids, made.batch.attention_mask
+    ours = student(ids, attention_mask=mask.long()).logits[:, :-1]
+    with torch.no_grad():
+        theirs = teacher(ids, attention_mask=mask.long()).logits[:, :-1]
+    both = min(ours.shape[-1], theirs.shape[-1])
+    p, q = ((z[..., :both] / temperature).log_softmax(-1) for z in (ours, theirs))
+    one, two = (p, q) if placement == "exact-in-loss" else (q, p)
+    kl = (one.exp() * (one - two)).sum(-1)
+    return torch.nn.functional.pad(kl, (1, 0)) * made.batch.response_mask
+
+
+@pytest.mark.parametrize("placement", EXACT)
+@pytest.mark.parametrize("normalization", ["token", "sequence"])
+def test_its_gradient_is_that_of_plain_hugging_face(
+    placement: str, normalization: str, tmp_path: Path, tiny_model: str, teacher: str,
+    preferences: str,
+) -> None:  # fmt: skip
+    config = distilling(
+        tmp_path, tiny_model, preferences, teacher, sampling__temperature=0.7,
+        grpo__kl=placement, grpo__normalization=normalization,
+    )  # fmt: skip
+    engine, trainer, made = made_by(config, tiny_model)
+    with training_mode(engine.actor):
+        found = actor_loss(engine, trainer.algorithm, made, kl_coef=1.0)
+        found.loss.backward()
+    student = AutoModelForCausalLM.from_pretrained(tiny_model)
+    other = AutoModelForCausalLM.from_pretrained(teacher)
+    kl = plain_kl(student, other, made, placement, 0.7)
+    weights = 1.0 if normalization == "token" else 1 / made.batch.response_mask.sum(1, keepdim=True)
+    loss = (kl * weights).sum()
+    loss.backward()
+    torch.testing.assert_close(found.loss, loss, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.sums["kl_loss"], kl.sum().detach(), atol=1e-4, rtol=1e-4)
+    theirs = dict(student.named_parameters())
+    for name, parameter in engine.actor.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs[name].grad, atol=2e-4, rtol=2e-3)
+
+
+def test_beside_a_reward_it_adds_to_the_policy_s_loss(
+    tmp_path: Path, tiny_model: str, teacher: str, preferences: str
+) -> None:
+    """In GRPO, where the reference is the policy without its adapters or another model."""
+    common: dict[str, Any] = {
+        "stages": ["grpo"], "grpo__reward_function": REWARD, "grpo__kl": "exact-in-loss",
+        "grpo__kl_coef": 0.3, "grpo__prompts_per_step": 8, "grpo__minibatch_size": 8,
+        "lora__rank": 2,
+    }  # fmt: skip
+    gradients: list[dict[str, Tensor]] = []
+    # The adapters' reference is the base, which another model's folder names as well.
+    for reference in ("", tiny_model, teacher):
+        config = tiny_config(tmp_path, tiny_model, preferences, reference_model=reference, **common)
+        engine, trainer, made = made_by(config, tiny_model)
+        torch.manual_seed(0)
+        adapters = {n: p for n, p in engine.actor.named_parameters() if p.requires_grad}
+        with torch.no_grad():
+            for parameter in adapters.values():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        with training_mode(engine.actor):
+            found = actor_loss(engine, trainer.algorithm, made, kl_coef=0.3)
+            found.loss.backward()
+        assert found.sums["kl_loss"] > 0.01
+        assert found.sums["policy_loss"] != 0
+        loss = found.sums["policy_loss"] + 0.3 * found.sums["kl_loss"]
+        torch.testing.assert_close(found.loss.detach(), loss.detach(), atol=1e-5, rtol=1e-5)
+        gradients.append({n: p.grad.clone() for n, p in adapters.items() if p.grad is not None})
+    assert gradients[0]
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], atol=1e-5, rtol=1e-4)
+    assert any(not torch.allclose(gradients[0][name], gradients[2][name]) for name in gradients[0])
+
+
+def test_padding_of_either_vocabulary_is_left_out(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(3)
+    wide = tiny_llama(len(tokenizer) + 8)
+    wide.config.eos_token_id = wide.generation_config.eos_token_id = tokenizer.eos_token_id
+    wide.save_pretrained(tmp_path / "wide")
+    tokenizer.save_pretrained(tmp_path / "wide")
+    for student, teacher in (
+        (tiny_model, str(tmp_path / "wide")),
+        (str(tmp_path / "wide"), tiny_model),
+    ):
+        config = distilling(tmp_path / "run", student, preferences, teacher)
+        engine, trainer, made = made_by(config, student)
+        found = actor_loss(engine, trainer.algorithm, made, kl_coef=1.0)
+        models = (AutoModelForCausalLM.from_pretrained(model) for model in (student, teacher))
+        kl = plain_kl(*models, made, "exact-in-loss", 1.0)
+        torch.testing.assert_close(found.loss, kl.sum(), atol=1e-4, rtol=1e-4)
+
+
+def test_a_run_learns_and_speaks_of_no_reward(
+    tmp_path: Path, tiny_model: str, teacher: str, preferences: str
+) -> None:
+    config = distilling(
+        tmp_path / "run", tiny_model, preferences, teacher, grpo__steps=12, grpo__ema=True,
+        grpo__actor={"learning_rate": 1e-2}, grpo__eval_every=4, grpo__keep_best=True,
+        log__print_samples_every=4,
+    )  # fmt: skip
+    lines: list[str] = []
+    run = ran(config, lines=lines)
+    assert any("learns" in line and teacher in line for line in lines)
+    folder = read_folder(run)
+    heldout = dict(folder.series("distill", "heldout_divergence"))
+    assert heldout[12] < 0.8 * heldout[0]
+    first, last = (dict(folder.series("distill", "kl_loss"))[step] for step in (1, 12))
+    assert last < 0.8 * first
+    names = {name for record in records(run) for name in record["values"]}
+    assert not {name for name in names if "reward" in name and name != "reward_seconds"}
+    assert not names & {"advantage_mean", "groups_without_signal", "policy_loss", "kl_coef"}
+    answers = [json.loads(line) for line in (run / "answers.jsonl").read_text().splitlines()]
+    assert answers
+    assert not any({"reward", "advantage"} & line.keys() for line in answers)
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "Curves" in page
+    assert "Win rates" not in page
+    assert "kl-high" not in {alarm["alarm"] for alarm in folder.alarms}
+    AutoModelForCausalLM.from_pretrained(run / "distill" / "actor")
+    AutoModelForCausalLM.from_pretrained(run / "distill" / "ema")
+
+
+def test_conversations_with_an_environment_are_distilled(
+    tmp_path: Path, tiny_model: str, teacher: str, preferences: str
+) -> None:
+    config = distilling(
+        tmp_path / "run", tiny_model, preferences, teacher, grpo__steps=2,
+        grpo__environment=f"{environments.__file__}:thrice",
+        sampling__logit_bias=[f"{tiny_tokenizer().eos_token_id}:5"],
+    )  # fmt: skip
+    run = ran(config)
+    values = [record["values"] for record in records(run) if record["step"] == 2][-1]
+    assert values["kl_loss"] > 0
+    assert values["conversation_answers"] > 1
+
+
+def test_stops_change_nothing(
+    tmp_path: Path, tiny_model: str, teacher: str, preferences: str
+) -> None:
+    config = distilling(
+        tmp_path / "whole", tiny_model, preferences, teacher, stages=["sft", "distill"],
+        grpo__ptx_data=[preferences], grpo__ptx_batch_size=4, grpo__epochs=2,
+        grpo__minibatch_size=4, save_every=1,
+    )  # fmt: skip
+    whole = ran(config)
+    ran_with_stops(config, tmp_path / "again", [("distill", 2), ("distill", 3)])
+    assert_equal_runs(tmp_path / "again", whole)
+
+
+@pytest.mark.parametrize(
+    ("rank", "stage"),
+    [
+        (0, 3),
+        pytest.param(2, 3, marks=pytest.mark.slow),
+        pytest.param(0, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_change_nothing(
+    rank: int, stage: int, tmp_path: Path, tiny_model: str, teacher: str, preferences: str
+) -> None:
+    common: dict[str, Any] = {"lora__rank": rank, "grpo__normalization": "sequence"}
+    config = distilling(tmp_path / "one", tiny_model, preferences, teacher, **common)
+    one = ran(config)
+    split = distilling(
+        tmp_path / "two", tiny_model, preferences, teacher, **common,
+        parallel__actor_zero_stage=stage, parallel__offload=["reference"],
+    )  # fmt: skip
+    on_ranks(2, ranks_ran, split)
+    assert_same_measures(tmp_path / "two", one)
+    theirs = weights_of(one, "distill")
+    for name, value in weights_of(tmp_path / "two", "distill").items():
+        torch.testing.assert_close(value, theirs[name], atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"reference_model": ""}, "reference_model must name the teacher of stage distill"),
+        ({"grpo__kl": "k2-in-loss"}, "grpo.kl must be exact-in-loss or forward-exact-in-loss"),
+        ({"dtype": "fp16"}, "dtype must be bf16 or fp32 where grpo.kl is exact-in-loss"),
+        ({"grpo__kl_coef": 0.5}, "grpo.kl_coef must keep its default in distill"),
+        ({"grpo__reward_function": REWARD}, "grpo.reward_function must keep its default in dis"),
+        ({"stages": ["distill", "kto"]}, "distill and kto"),
+    ],
+    ids=["no teacher", "an estimate", "fp16", "kl_coef", "reward", "kto"],
+)
+def test_what_it_cannot_do_is_refused(
+    changes: dict[str, Any], told: str, tmp_path: Path, tiny_model: str, teacher: str,
+    preferences: str,
+) -> None:  # fmt: skip
+    config = distilling(tmp_path, tiny_model, preferences, teacher, **changes)
+    with pytest.raises(ConfigError, match=told):
+        check_config(config)
+
+
+def test_its_placements_are_named_alike_everywhere() -> None:
+    assert EXACT == EXACT_KL
+    choices = get_args(get_type_hints(GRPOConfig)["kl"])
+    assert set(EXACT) < set(choices)
