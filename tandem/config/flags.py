@@ -134,7 +134,8 @@ def _without_a_reader(undotted: Mapping[str, str], stages: Sequence[str]) -> lis
     for flag, knob in undotted.items():
         section = knob.partition(".")[0]
         if section in of_rl - running and set(stages) <= set(stage_names()):
-            owners = [s.name for s in of_family(stage_names(), "rl") if s.section == section]
+            rl = of_family(stage_names(), "rl")
+            owners = [s.name for s in rl if s.section == section and s.reads(knob)]
             problems.append(
                 f"{flag} must go with a stage that reads {knob} ({listed(owners)}); got stages "
                 f"{', '.join(stages)}. Remove it, or add that stage"

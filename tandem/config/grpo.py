@@ -85,12 +85,14 @@ class CriticFreeConfig:
     cispo_max_ratio: float = knob(5.0, gt=0)
     """CISPO's cap on the ratio itself: 5 as in ScaleRL and TRL's epsilon_high. verl's cap is 1 +
     clip_ratio_high, so write that sum here."""
-    kl: Literal["none", "k1-in-reward", "k2-in-loss", "k3-times-ratio", "forward-k3-in-loss"] = (
-        knob(UNSET)
-    )
+    kl: Literal[
+        "none", "k1-in-reward", "k2-in-loss", "k3-times-ratio", "forward-k3-in-loss",
+        "exact-in-loss", "forward-exact-in-loss",
+    ] = knob(UNSET)  # fmt: skip
     """Where the KL to the reference goes. The first three after none have the gradient of
     KL(policy, reference); forward-k3-in-loss, which GRPO's paper has, has that of
-    KL(reference, policy). none: no reference is loaded."""
+    KL(reference, policy). The exact ones sum over the vocabulary instead of estimating from the
+    sampled token, for one more forward of the reference. none: no reference is loaded."""
     overlong_penalty: float = knob(UNSET, ge=0)
     """Taken from the score of an answer at the length limit, in proportion from overlong_buffer on
     (DAPO's soft overlong punishment); 0 is off. Beside it, missing_eos_penalty is 0 by default."""

@@ -85,7 +85,7 @@ def _is_read(knob: str, running: Sequence[Stage], config: RunConfig, has_scores:
             and getattr(config, section) is rl_section(config)
             and (name in _READ_WITHOUT_RL)
         )
-    if has_rl:
+    if has_rl and not (section == "scoring" and not any(stage.rewarded for stage in running)):
         return True
     if section == "scoring":
         return knob == "scoring.reward_models" and has_scores
@@ -102,7 +102,7 @@ def _has_reward_model(running: Sequence[Stage], config: RunConfig) -> bool:
     found = any(stage in running for stage in stages) or any(
         os.path.exists(os.path.join(config.output_dir, stage.model_folder)) for stage in stages
     )
-    if not any(stage.family == "rl" for stage in running):
+    if not any(stage.family == "rl" and stage.rewarded for stage in running):
         return found
     rl = rl_section(config)
     return rl.reward_model_weight > 0 and bool(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.conversations import conversation_problems
+from tandem.config.critic_free_rules import critic_free_problems
 from tandem.config.dataset import DataConfig
 from tandem.config.lora import adapter_problems, frozen_base_problems
 from tandem.config.optimizer import OptimizerConfig, SupervisedConfig
@@ -70,7 +71,7 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
         yield from conversation_problems(config, stage.section)
         section = getattr(config, stage.section)
         if isinstance(section, GRPOConfig):
-            yield from _critic_free_problems(section, config.sampling.samples_per_prompt)
+            yield from critic_free_problems(config, stage)
         elif stage.reads("ppo.critic_warmup_steps") and section.steps > 0:
             yield from filter(None, [warmup_problem(section, section.steps)])
     if ppo.kl_in == "loss" and ppo.kl_estimator == "k1":
@@ -208,56 +209,6 @@ def warmup_problem(ppo: PPOConfig, num_steps: int) -> str:
     )
 
 
-_GSPO_CLIP = 0.05
-"""A whole answer's ratio never gets further from 1 than this in practice."""
-
-
-def _critic_free_problems(grpo: GRPOConfig, samples: int) -> Iterator[str]:
-    """Rules of policy gradients without a critic."""
-    by_knobs = not grpo.advantage_function
-    needs = {
-        f"grpo.baseline is {grpo.baseline}": by_knobs and grpo.baseline != "none",
-        "grpo.advantage_scale is group-std": by_knobs and grpo.advantage_scale == "group-std",
-        f"grpo.sampling_rounds is {grpo.sampling_rounds}": grpo.sampling_rounds > 1,
-    }
-    if samples < 2 and any(needs.values()):
-        why = next(reason for reason, holds in needs.items() if holds)
-        yield (
-            f"sampling.samples_per_prompt must be >= 2 where {why}: answers to one prompt are "
-            f"compared with each other; got {samples}. Give --sampling.samples-per-prompt 8"
-        )
-    if grpo.kl == "none" and grpo.kl_coef > 0:
-        yield (
-            "grpo.kl must name where the penalty goes where grpo.kl_coef is above 0; got none. "
-            "Give --grpo.kl k1-in-reward, or --grpo.kl-coef 0"
-        )
-    if grpo.kl != "none" and grpo.kl_coef == 0:
-        yield (
-            f"grpo.kl_coef must be > 0 where grpo.kl is {grpo.kl}; got 0. Give --grpo.kl none, "
-            "which needs no reference"
-        )
-    if grpo.loss == "gspo" and max(grpo.clip_low, grpo.clip_high) > _GSPO_CLIP:
-        yield (
-            f"grpo.clip_low and grpo.clip_high must be at most {_GSPO_CLIP:g} where grpo.loss is "
-            f"gspo, whose ratio is a whole answer's; got {grpo.clip_low:g} and "
-            f"{grpo.clip_high:g}. Give --algorithm gspo, or e.g. 3e-4 and 4e-4"
-        )
-    if 0 < grpo.dual_clip <= 1:
-        yield f"grpo.dual_clip must be 0 or above 1; got {grpo.dual_clip:g}. Use e.g. 3"
-    read_with = {
-        "dual_clip": ("loss", grpo.loss == "clip"),
-        "cispo_max_ratio": ("loss", grpo.loss == "cispo"),
-        "overlong_buffer": ("overlong_penalty", grpo.overlong_penalty > 0),
-    }
-    defaults = GRPOConfig(algorithm=grpo.algorithm)
-    for name, (other, is_read) in read_with.items():
-        if not is_read and getattr(grpo, name) != getattr(defaults, name):
-            yield (
-                f"grpo.{name} must not be set where grpo.{other} is {getattr(grpo, other)}, which "
-                f"does not read it; got {getattr(grpo, name):g}. Remove it, or change grpo.{other}"
-            )
-
-
 def _order_problems(names: Sequence[str]) -> Iterator[str]:
     """Stages in the wrong order, or that cannot be in one run."""
     stages = in_order(names)
@@ -362,7 +313,9 @@ def _unread_by_stages(config: RunConfig) -> Iterator[str]:
     stages = in_order(config.stages)
     for stage in stages:
         section = getattr(config, stage.section)
-        defaults = type(section)()
+        own = {name.partition(".")[2]: value for name, value in stage.defaults.items()
+               if name.startswith(f"{stage.section}.")}  # fmt: skip
+        defaults = type(section)(**own)
         for name in stage.unread:
             read = any(s.reads(f"{stage.section}.{name}") for s in stages)
             if not read and getattr(section, name) != getattr(defaults, name):

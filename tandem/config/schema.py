@@ -283,9 +283,9 @@ class RunConfig:
     reward_model: str = knob("", common=("train", "critic"), path=True)
     """Folder or hub name of the model that the reward stage starts from (for PPO alone: the reward
     model itself). Empty: the run's SFT model."""
-    reference_model: str = knob("", path=True)
+    reference_model: str = knob("", common=("teacher",), path=True)
     """Folder or hub name of the policy that the KL and the losses on preferences compare with, of
-    the same tokenizer. Empty: the policy as the stage begins."""
+    the same tokenizer; in distillation, of the teacher. Empty: the policy as the stage begins."""
     critic_model: str = knob("", path=True)
     """Folder or hub name of the model that PPO's critic starts from, of the policy's tokenizer and
     any size; a language model gets a new head of zeros. Empty: the reward model if it has that

@@ -54,6 +54,7 @@ class Stage:
     freezes: frozen models that it also needs, by their names in parallel.offload.
     unread: knobs and groups of its section that it does not read; setting one is refused.
     labelled: it trains on single answers labelled good or bad, and splits pairs into two of them.
+    rewarded: of the RL family: it learns from rewards; else from a teacher's distributions alone.
     compares_answers: it learns from the better and the worse of its own answers to a prompt.
     headline: the metric that sums up its result.
     measure: the held-out metric by which keep_best and patience compare its evaluations; its
@@ -81,6 +82,7 @@ class Stage:
     freezes: tuple[Literal["reference", "reward"], ...] = ()
     unread: tuple[str, ...] = ()
     labelled: bool = False
+    rewarded: bool = True
     compares_answers: bool = False
     headline: str = "loss"
     measure: str = "heldout_loss"
@@ -110,7 +112,7 @@ class Stage:
     @property
     def commons(self) -> frozenset[str]:
         """What a knob's `common` may say to be on its help page."""
-        return frozenset({self.family, *self.trains})
+        return frozenset({self.family, *self.trains, *([] if self.rewarded else ["teacher"])})
 
     @property
     def has_critic(self) -> bool:
@@ -202,6 +204,38 @@ STAGES: tuple[Stage, ...] = (
         measure="heldout_reward",
         defaults={"sampling.samples_per_prompt": 8},
         taught=3e-6,
+    ),
+    Stage(
+        name="distill",
+        title="On-policy distillation",
+        short="Distillation",
+        help="Distillation: --actor-model answers prompts and learns a teacher's distributions.",
+        prepare="tandem.training.distill:prepare",
+        family="rl",
+        share="prompts",
+        section="grpo",
+        knobs=("reference_model", "sampling", "hybrid_engine"),
+        data=("data", "ptx_data"),
+        after=("sft",),
+        excludes=("dpo", "kto", "ppo", "grpo", "online-dpo"),
+        policies=(Policy("distill", "actor"), Policy("distill-ema", "ema")),
+        freezes=("reference",),
+        unread=(
+            *("algorithm", "baseline", "advantage_scale", "loss", "clip_low", "clip_high"),
+            *("dual_clip", "cispo_max_ratio", "overlong_penalty", "overlong_buffer"),
+            *("sampling_rounds", "kl_coef", "kl_coef_target", "kl_horizon", "entropy_coef"),
+            *("reward_clip", "missing_eos_penalty", "reward_model_weight", "reward_function"),
+            *("reward_function_weight", "loss_function", "advantage_function"),
+        ),
+        rewarded=False,
+        headline="kl_loss",
+        measure="heldout_divergence",
+        defaults={
+            "grpo.baseline": "none",
+            "grpo.advantage_scale": "none",
+            "grpo.kl": "exact-in-loss",
+            "grpo.kl_coef": 1.0,
+        },
     ),
     Stage(
         name="kto",

@@ -121,6 +121,7 @@ class AnswerRecords:
                 f"{rate.rate:.0%} ({rate.low:.0%} to {rate.high:.0%})",
             ]
             for ours, theirs, rate in found
+            if rate.wins + rate.ties + rate.losses  # none without rewards
         ]
 
 

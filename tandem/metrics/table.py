@@ -140,7 +140,7 @@ METRICS: tuple[Metric, ...] = (
             "Weight of the KL penalty in this step.", chart="KL coefficient", line="schedule"),
         Metric("kl_loss", "nats per token", _RL, "",
             "KL term of the loss before its weight, where ppo.kl_in is `loss` or grpo.kl is in the "
-            "loss."),
+            "loss.", chart="KL in the loss"),
         Metric("policy_kl", "nats per token", _RL, "",
             "KL between the sampling policy and the updated one (k3), per response token of the "
             "answers that the updates read (`answers_learned`), mean over updates; early_stop_kl "
@@ -267,8 +267,7 @@ METRICS: tuple[Metric, ...] = (
             "Learning rate of the critic, mean over the step's updates.", chart="Learning rate",
             line="critic"),
         Metric("epochs_done", "passes", _RL, "",
-            "Passes over the rollout; a fraction if ppo.early_stop_kl stopped them early.",
-            "ppo.epochs"),
+            "Passes over the rollout; a fraction if ppo.early_stop_kl stopped them.", "ppo.epochs"),
         Metric("updates", "updates", _RL, "", "Optimizer steps of the actor in this step."),
         Metric("ptx_loss", "nats per token", _RL, "lower",
             "Language-model loss on the mixture data, before its weight.",
@@ -293,9 +292,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("heldout_kl", "nats per answer", _RL, "",
         "`kl` of the answers to held-out prompts.", title="Held-out KL to the reference",
         chart="KL to the reference", column="kl", card=True),
+    Metric("heldout_divergence", "nats per token", _RL, "lower",
+        "Exact KL over the vocabulary, in the direction that grpo.kl names, on the answers to "
+        "held-out prompts.", chart="KL in the loss", column="divergence", card=True),
     Metric("heldout_response_tokens", "tokens", _RL, "",
-        "`response_tokens` of the answers to held-out prompts.", title="Held-out answer length",
-        chart="Answer length"),
+        "`response_tokens` of those.", title="Held-out answer length", chart="Answer length"),
     Metric("heldout_ptx_perplexity", "ratio", _RL, "lower",
         "Perplexity of the policy on held-out mixture text; measures forgetting.", "level",
         chart="Perplexity of mixture data", column="ptx ppl"),
@@ -310,8 +311,7 @@ METRICS: tuple[Metric, ...] = (
         "Factor that losses are multiplied by in fp16; it doubles after 1,000 good steps and "
         "halves on overflow.", "rarely changes"),
     Metric("overflows", "steps", FAMILIES, "",
-        "Optimizer steps skipped so far because a gradient overflowed in fp16.",
-        "a few at the start, then rare"),
+        "Optimizer steps skipped so far as a gradient overflowed in fp16.", "a few, then rare"),
     Metric("rank_idle", "share", FAMILIES, "lower",
         "Share of the forward and backward passes of a step's updates that do no work, because "
         "their rank had fewer micro-batches than another or no rows. 0 on one rank.",

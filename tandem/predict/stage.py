@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from tandem.config.critic_free_rules import EXACT_KL
 from tandem.config.engine import engine_settings
 from tandem.config.rules import has_reference
 from tandem.config.schema import RLConfig, RunConfig
@@ -228,6 +229,10 @@ def _phase_work(
         compared = models.reference or models.policy
         passes.append(scoring(compared, replace(policy, is_trained=False), work, pace))
         held += _references(config, stage, models, policy)
+    if getattr(getattr(config, stage.section), "kl", "") in EXACT_KL:
+        compared = models.reference or models.policy
+        frozen = replace(policy, is_trained=False)
+        passes += [scoring(compared, frozen, work, pace)] * round(work.passes)
     found["train"] = sum(passes[1:], passes[0])
     size = sum(FLOAT * shape.parameters for shape in held)
     state = _copied(trained)

@@ -155,5 +155,6 @@ def num_reward_models(config: RunConfig, stage: Stage) -> int:
     is named. One that an earlier run left in the folder is not seen here."""
     rl: RLConfig = getattr(config, stage.section)
     named = bool(config.reward_model) or bool(leaving(config.stages, "reward model"))
-    scores = rl.reward_model_weight > 0 and (named or not rl.reward_function)
+    weighs = stage.rewarded and rl.reward_model_weight > 0
+    scores = weighs and (named or not rl.reward_function)
     return 1 + len(config.scoring.reward_models) if scores else 0

@@ -12,11 +12,13 @@ from functools import partial
 from torch import Tensor
 
 from tandem.config.schema import GRPOConfig, PPOConfig, RLConfig
+from tandem.engine.divergence import compared_with_reference
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.update import MicroBatchLoss
 from tandem.errors import ConfigError
 from tandem.models.replayed import KeptStates
 from tandem.objectives.advantages import critic_free_advantages, generalized_advantages
+from tandem.objectives.divergence import EXACT, ExactKL
 from tandem.objectives.kl import Estimator, KLLoss, kl_loss
 from tandem.objectives.losses import value_loss
 from tandem.objectives.masked import masked_sum, whiten
@@ -47,6 +49,7 @@ class Algorithm:
     normalization, max_tokens: how token losses become one number (`aggregation`).
     reward_kl: the estimator of what the KL takes from each token's reward; None: nothing.
     loss_kl: the KL's term of the loss; None: none.
+    is_rewarded: whether answers have rewards; else the KL alone is learned from.
     has_critic: whether one is trained, by value_clip, after critic_warmup_steps without the actor.
     overlong_penalty, overlong_buffer, overlong_filter, sampling_rounds: as in CriticFreeConfig.
     given_advantages, given_loss: whether they are functions of the user's, which may do anything.
@@ -57,7 +60,8 @@ class Algorithm:
     normalization: Aggregation = "token"
     max_tokens: int = 0
     reward_kl: Estimator | None = None
-    loss_kl: KLLoss | None = None
+    loss_kl: KLLoss | ExactKL | None = None
+    is_rewarded: bool = True
     entropy_coef: float = 0.0
     whitened: Callable[[Tensor, Tensor], Tensor] | None = None
     has_critic: bool = False
@@ -70,6 +74,11 @@ class Algorithm:
     given_advantages: bool = False
     given_loss: bool = False
 
+    @property
+    def exact_kl(self) -> ExactKL | None:
+        """The KL's term of the loss where it is summed over the vocabulary."""
+        return self.loss_kl if self.loss_kl in EXACT else None  # type: ignore[return-value]
+
     def skips_without_signal(self) -> bool:
         """Whether an answer whose advantages are all 0 adds nothing to any gradient."""
         given = self.given_advantages or self.given_loss
@@ -79,9 +88,10 @@ class Algorithm:
 def algorithm_of(
     section: RLConfig,
     max_new_tokens: int,
-    *,
     advantages_of: AdvantagesOf | None = None,
     token_losses: TokenLosses | None = None,
+    *,
+    is_rewarded: bool = True,
 ) -> Algorithm:
     """The algorithm that a stage's section describes.
 
@@ -90,6 +100,7 @@ def algorithm_of(
         advantages_of: in place of the section's advantages; they are used as they come, not
             whitened.
         token_losses: in place of the section's loss.
+        is_rewarded: answers have rewards.
     Raises:
         ConfigError: the section is of no algorithm that is known here, or `token_losses` is no
             loss (see `try_token_losses`).
@@ -109,7 +120,7 @@ def algorithm_of(
         try_token_losses(token_losses, "token_losses")
         loss = partial(given_policy_loss, token_losses=token_losses)
         found = replace(found, loss=loss, given_loss=True)
-    return found
+    return replace(found, is_rewarded=is_rewarded)
 
 
 def _ppo(ppo: PPOConfig) -> Algorithm:
@@ -215,10 +226,21 @@ def actor_loss(
     the tokens. `kept` as of `RLHFEngine.actor_logprobs`.
     """
     mask = part.batch.response_mask
-    logprobs, entropy = engine.actor_logprobs(
-        part.batch, with_entropy=algorithm.entropy_coef > 0, kept=kept
-    )
     weights = aggregation_weights(mask, algorithm.normalization)
+    exact, with_entropy = None, algorithm.entropy_coef > 0
+    if algorithm.exact_kl and kl_coef > 0 and engine.has_reference:
+        exact = compared_with_reference(
+            engine,
+            part.batch,
+            algorithm.exact_kl,
+            token_weights=weights,
+            learns_logprobs=algorithm.is_rewarded or with_entropy,
+            with_entropy=with_entropy,
+            kept=kept,
+        )
+        logprobs, entropy = exact.logprobs, exact.entropy
+    else:
+        logprobs, entropy = engine.actor_logprobs(part.batch, with_entropy=with_entropy, kept=kept)
     found = algorithm.loss(
         logprobs, part.old_logprobs, part.advantages, mask, token_weights=weights
     )
@@ -236,10 +258,13 @@ def actor_loss(
     def weighted(values: Tensor) -> Tensor:
         return masked_sum(values if weights is None else values * weights, mask)
 
-    if algorithm.entropy_coef > 0:
+    if with_entropy:
         loss = loss - algorithm.entropy_coef * weighted(entropy)
-    if algorithm.loss_kl is not None and kl_coef > 0 and part.ref_logprobs is not None:
-        kl = kl_loss(logprobs, part.ref_logprobs, part.old_logprobs, algorithm.loss_kl)
+    if exact is not None:
+        loss = loss + kl_coef * exact.kl_sum
+        sums["kl_loss"] = exact.kl.sum()
+    elif algorithm.loss_kl is not None and kl_coef > 0 and part.ref_logprobs is not None:
+        kl = kl_loss(logprobs, part.ref_logprobs, part.old_logprobs, algorithm.loss_kl)  # type: ignore[arg-type]
         loss = loss + kl_coef * weighted(kl)
         sums["kl_loss"] = masked_sum(kl, mask)
     apart = (logprobs.detach() - part.old_logprobs).abs().masked_fill(~mask, 0.0).amax()

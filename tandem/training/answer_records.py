@@ -69,7 +69,7 @@ class AnswerKeeper:
         """Some answers of a step, evenly spread over its rows."""
         rollout, total = experience.rollout, len(experience)
         shown = min(self._num_answers, total)
-        kls = _answer_kl(experience)
+        kls, rewarded = _answer_kl(experience), _is_rewarded(experience)
         for row in (n * total // shown for n in range(shown)):
             mask = experience.batch.response_mask[row]
             ids = experience.batch.token_ids[row]
@@ -84,7 +84,7 @@ class AnswerKeeper:
                 "group": int(experience.group[row]),
                 **_asked(rollout.prompts[row]),
                 **_answered(rollout, row),
-                "reward": _rounded(float(experience.scores[row])),
+                **({"reward": _rounded(float(experience.scores[row]))} if rewarded else {}),
                 **({} if kls is None else {"kl": _rounded(float(kls[row]))}),
                 "tokens": self._pieces(ids[mask].tolist(), int(ids[first - 1])),
                 **columns,
@@ -95,14 +95,14 @@ def answer_numbers(experience: Experience) -> dict[str, Any]:
     """A step's line of answers.jsonl: every answer's numbers, and a histogram of advantages."""
     mask, kls = experience.batch.response_mask, _answer_kl(experience)
     line: dict[str, Any] = {
-        "reward": _numbers(experience.scores),
+        **({"reward": _numbers(experience.scores)} if _is_rewarded(experience) else {}),
         "length": mask.sum(dim=1).tolist(),
         "finished": experience.rollout.finished.int().tolist(),
     }
     if kls is not None:
         line["kl"] = _numbers(kls)
     advantages = experience.advantages[mask].detach().float().cpu()
-    if len(advantages) and bool(advantages.isfinite().all()):
+    if len(advantages) and _is_rewarded(experience) and bool(advantages.isfinite().all()):
         low, high = float(advantages.min()), float(advantages.max())
         if low == high:
             low, high = low - 0.5, high + 0.5
@@ -178,6 +178,11 @@ def _answer_kl(experience: Experience) -> Tensor | None:
         return None
     ratios = experience.old_logprobs - experience.ref_logprobs
     return (ratios * experience.batch.response_mask).sum(dim=1)
+
+
+def _is_rewarded(experience: Experience) -> bool:
+    """Whether the answers have rewards; a policy that learns from a teacher has none."""
+    return not bool(experience.scores.isnan().all())
 
 
 def _numbers(values: Tensor, digits: int = 6) -> list[float]:

@@ -189,6 +189,7 @@ def policy_metrics(
     reward_function: RewardFunctions | None,
     keep: Callable[[Rollout, ScoredAnswers, Tensor | None], None] | None = None,
     source: RolloutSource | None = None,
+    more: Callable[[Rollout], Mapping[str, float]] | None = None,
 ) -> dict[str, float]:
     """Held-out reward, KL, EOS rate and length of the actor, and the reward of its EMA.
 
@@ -198,6 +199,7 @@ def policy_metrics(
         keep: gets the answers, their scores and, with a reference, each token's log(policy /
             reference), (B, T) nats.
         source: where answers come from; None: one turn of the engine's policy.
+        more: further metrics of the answers.
     """
     if not prompts:
         return {}
@@ -221,6 +223,8 @@ def policy_metrics(
     if ratios is not None:
         kl = masked_sum(ratios, rollout.batch.response_mask)
         metrics["heldout_kl"] = float(kl) / len(rollout)
+    if more is not None:
+        metrics |= more(rollout)
     if keep is not None:
         keep(rollout, answers, ratios)
     if not bool(answers.function.isnan().all()):

@@ -33,6 +33,9 @@ from tandem.training.reward_function import RewardColumns, function_scores, name
 from tandem.training.rollout_rows import at_tokens, selected
 from tandem.types import Experience, Rollout
 
+_OF_REWARDS = ("reward", "shaped_return", "advantage_", "groups_without_signal", "kl_coef")
+"""Metrics that say nothing where only the KL is learned from."""
+
 
 def shaped_rewards(
     rollout: Rollout,
@@ -58,7 +61,7 @@ def shaped_rewards(
     Raises:
         DataError: no answer could be scored.
     """
-    if not bool(scored.is_scored.any()):
+    if algorithm.is_rewarded and not bool(scored.is_scored.any()):
         raise DataError(
             "the reward function must score at least one answer of a rollout; got None for all "
             f"{len(rollout)}{scored.failure()}. Look at the columns it reads."
@@ -69,7 +72,7 @@ def shaped_rewards(
     if not bool(kept.any()):
         kept = scored.is_scored
     scores = scored.scores
-    if not bool(kept.all()):
+    if algorithm.is_rewarded and not bool(kept.all()):
         rows = kept.nonzero().flatten()
         rollout, scores = selected(rollout, rows), scores[rows]
         if of_tokens is not None:
@@ -88,7 +91,7 @@ def shaped_rewards(
         values=numbers.values,
         rewards=rewards,
         advantages=torch.zeros_like(rewards),
-        scores=scores,
+        scores=scores if algorithm.is_rewarded else torch.full_like(scores, torch.nan),
         group=rollout.group,
         rollout=rollout,
         metrics=metrics | {"kl_coef": kl_coef},
@@ -135,6 +138,8 @@ class Shaped:
         )
         if algorithm.whitened is not None:
             advantages = algorithm.whitened(advantages, mask)
+        if not algorithm.is_rewarded:
+            metrics = {n: v for n, v in metrics.items() if not n.startswith(_OF_REWARDS)}
         in_loss = rollout.finished if algorithm.overlong_filter else None
         return replace(
             made, advantages=advantages, returns=returns, in_loss=in_loss, metrics=metrics
@@ -167,15 +172,8 @@ def require_advantages(found: object, made: Experience) -> None:
 
 
 _PER_ANSWER = (
-    "scores",
-    "shown",
-    "mixed",
-    "is_scored",
-    "was_clipped",
-    "raw",
-    "model",
-    "further",
-    "function",
+    *("scores", "shown", "mixed", "is_scored", "was_clipped"),
+    *("raw", "model", "further", "function"),
 )
 """The tensors of `ScoredAnswers`."""
 

@@ -163,7 +163,8 @@ def models_in_use(run: Run, stage: str, rows: StepRows) -> Models:
         value = config_of(run.config.reward_model or run.policy_source(stage))
         return Models.of(value, value)
     policy = config_of(run.policy_source(stage))
-    reward = run.reward_source(stage) if record.family == "rl" else None
+    is_rewarded = record.family == "rl" and record.rewarded
+    reward = run.reward_source(stage) if is_rewarded else None
     value = config_of(reward) if reward else policy
     beside = configs_beside(run.config)
     if reward and not rows.reward_renderer.renders_like(rows.renderer):

@@ -109,7 +109,8 @@ def _start(run: Run, stage: Stage) -> str:
 
 def _reward_model(run: Run, stage: Stage) -> str:
     """The reward model's folder or name; empty without one."""
-    if not of_family([stage.name], "rl") or rl_section(run.config).reward_model_weight == 0:
+    rewarded = stage.rewarded and of_family([stage.name], "rl")
+    if not rewarded or rl_section(run.config).reward_model_weight == 0:
         return ""
     return "" if run.reward_module else _left(run, stage, "reward model") or run.config.reward_model
 
@@ -123,7 +124,7 @@ def _left(run: Run, stage: Stage, what: str) -> str:
 
 
 def _rewards(run: Run, stage: Stage, reward_model: str) -> list[str]:
-    if not of_family([stage.name], "rl"):
+    if not stage.rewarded or not of_family([stage.name], "rl"):
         return []
     module = run.reward_module
     return [

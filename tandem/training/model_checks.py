@@ -58,7 +58,7 @@ def _roles(run: Run, stages: Sequence[str], policy: str, reward: str) -> Iterato
             yield _Role(config.reference_model)
     for stage in of_family(stages, "rl"):
         rl = rl_section(config)
-        scores = rl.reward_model_weight > 0 and run.reward_module is None
+        scores = stage.rewarded and rl.reward_model_weight > 0 and run.reward_module is None
         given = run.reward_source(stage.name) if scores and not trains_reward else None
         if given:
             yield _Role(given, scalar=True, needs_head=True)
@@ -115,7 +115,7 @@ def _trained(
         yield _Role(reward, scalar=True)
     for stage in of_family(stages, "rl"):
         rl = rl_section(run.config)
-        scores = rl.reward_model_weight > 0 and run.reward_module is None
+        scores = stage.rewarded and rl.reward_model_weight > 0 and run.reward_module is None
         given = run.reward_source(stage.name) if scores else None
         if run.config.critic_model and stage.has_critic:
             yield _Role(run.config.critic_model, scalar=True)

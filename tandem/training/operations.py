@@ -76,12 +76,20 @@ def scoring_flops(engine: RLHFEngine, rollout: Rollout, experience: Experience) 
 
 
 def update_flops(
-    engine: RLHFEngine, batch: TokenBatch, *, actor: bool, replayed: bool = False
+    engine: RLHFEngine,
+    batch: TokenBatch,
+    *,
+    actor: bool,
+    replayed: bool = False,
+    compares: bool = False,
 ) -> float:
     """Of one update: forward and backward of the critic, if any, and of the actor if it learns;
-    without the forward of the actor's layers where it was `replayed`."""
+    without the forward of the actor's layers where it was `replayed`, with that of the reference
+    where it `compares` (the exact KL)."""
     models = [m for m in engine.trained_models if actor or m is not engine.actor]
     flops = sum(batch_flops(model, batch, backward=True) for model in models)
+    if compares and actor and engine.has_reference:
+        flops += batch_flops(engine.reference or engine.actor, batch)
     if replayed:
         flops -= batch_flops(engine.actor, batch)
         flops += sequence_flops(engine.actor, [], batch.num_response_tokens)

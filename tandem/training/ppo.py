@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -19,9 +20,10 @@ from tandem.config.schema import (
     SamplingConfig,
     rl_section,
 )
-from tandem.config.stages import rl_stage
+from tandem.config.stages import rl_stage, stage_of
 from tandem.config.updates import num_rollouts
 from tandem.data.loader import BatchOrder, permutation
+from tandem.engine.divergence import heldout_divergence
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.update import restore_training, training_state
 from tandem.errors import ConfigError, DataError
@@ -40,13 +42,16 @@ from tandem.training.run_folder import Run
 from tandem.training.saving import Rendered, save_anywhere, save_policy, with_template
 from tandem.training.stage_data import StepRows
 from tandem.training.stage_loop import StageJob, StepLoop
-from tandem.types import Experience, PromptRow
+from tandem.types import Experience, PromptRow, Rollout
 
 _BENDING = (
     *("top_p", "top_k", "min_p", "min_new_tokens"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 """Knobs of sampling that draw from another distribution than the policy's at the temperature."""
+
+_OF_POLICY_LOSS = ("policy_loss", "clip_fraction")
+"""Metrics of a loss that is 0 where nothing rewards."""
 
 
 def prepare(run: Run, rows: StepRows) -> StageJob:
@@ -114,6 +119,8 @@ class PPOStage:
         if every and step % every == 0:
             loop.sample(*first_answers(experience))
         self._kept.record(loop, experience)
+        if not self.trainer.algorithm.is_rewarded:
+            values = {n: v for n, v in values.items() if not n.startswith(_OF_POLICY_LOSS)}
         return values
 
     def evaluate(self) -> dict[str, float]:
@@ -128,12 +135,22 @@ class PPOStage:
             trainer.reward_function,
             self._kept.follow,
             trainer.answering.source,
+            more=self._divergence,
         )
         if rows.heldout_ptx:
             texts = rows.heldout_ptx
             forgetting = language_model_metrics(engine.actor, texts, rows.renderer, config)
             metrics["heldout_ptx_perplexity"] = forgetting["heldout_perplexity"]
         return metrics
+
+    def _divergence(self, rollout: Rollout) -> dict[str, float]:
+        """The exact KL on answers to held-out prompts, where that is learned."""
+        trainer, placement = self.trainer, self.trainer.algorithm.exact_kl
+        if placement is None:
+            return {}
+        tokens = trainer.config.micro_batch_tokens
+        found = heldout_divergence(trainer.engine, rollout.batch, placement, tokens)
+        return {"heldout_divergence": found}
 
     def rehearse(self) -> None:
         """The largest micro-batches that can come, forward and backward, for nothing."""
@@ -181,7 +198,10 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
         world=run.world,
     )
     run.print_line(f"{stage}: {engine.describe()}")
-    if isinstance(rl, GRPOConfig):
+    if not stage_of(stage).rewarded:
+        teacher = config.reference_model
+        run.print_line(f"{stage}: learns {teacher}'s distributions, {rl.kl}")  # type: ignore[attr-defined]
+    elif isinstance(rl, GRPOConfig):
         samples = f"{config.sampling.samples_per_prompt} samples per prompt"
         run.print_line(f"{stage}: {rl.algorithm}: {samples}, {rl.effective()}")
     if engine.scorer is not None and (note := engine.scorer.note_on_text(engine.renderer)):
@@ -278,7 +298,7 @@ def reward_source(run: Run, stage: str) -> str | nn.Module | None:
         ConfigError: there is neither.
     """
     rl = rl_section(run.config)
-    if rl.reward_model_weight == 0:
+    if rl.reward_model_weight == 0 or not stage_of(stage).rewarded:
         return None
     if run.reward_module is not None:
         return run.reward_module.module
@@ -292,6 +312,10 @@ def reward_source(run: Run, stage: str) -> str | nn.Module | None:
     return source
 
 
+def _or_none(score: float) -> float | None:
+    return None if math.isnan(score) else score
+
+
 def first_answers(experience: Experience) -> tuple[str, dict[str, Answer]]:
     """A step's first prompt, and its answers with their scores; conversations whole."""
     rollout = experience.rollout
@@ -299,7 +323,7 @@ def first_answers(experience: Experience) -> tuple[str, dict[str, Answer]]:
     answers: dict[str, Answer] = {
         f"sample {i + 1}": {
             "text": said(rollout.prompts[i], rollout.responses[i]),
-            "score": float(experience.scores[i]),
+            "score": _or_none(float(experience.scores[i])),
         }
         for i in range(len(rollout))
         if rollout.group[i] == rollout.group[0]

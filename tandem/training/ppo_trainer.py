@@ -1,9 +1,8 @@
 """The two halves of an RL step: making experience with the engine, and learning from it.
 
-One trainer for PPO and for the algorithms without a critic, which differ in their `Algorithm`. A
-step is one rollout and its updates. Departures from DeepSpeed-Chat: answers are sampled, EOS is
-a trained token, advantages are whitened, several epochs and minibatches work, every coefficient
-is a knob, and the ratio before the first update is measured and must be 1.
+One trainer for PPO and for the algorithms without a critic, which differ in their `Algorithm`.
+Departures from DeepSpeed-Chat: answers are sampled, EOS is a trained token, advantages are
+whitened, several epochs and minibatches work, and the ratio before an update must be 1.
 """
 
 from __future__ import annotations
@@ -102,23 +101,22 @@ class PPOTrainer:
             ConfigError: there is nothing to reward with, the engine lacks a critic or reference
                 that the algorithm needs, a name leads nowhere, or `ptx_data` comes without rows.
         """
-        rl, section = rl_section(config), rl_stage(config.stages).section
-        algorithm = algorithm_of(
-            rl,
-            sampled_tokens(config),
-            advantages_of=advantages_of or named_advantages(rl, section),
-            token_losses=token_losses or named_losses(rl, section),
+        rl, stage = rl_section(config), rl_stage(config.stages)
+        own = (
+            advantages_of or named_advantages(rl, stage.section),
+            token_losses or named_losses(rl, stage.section),
         )
+        algorithm = algorithm_of(rl, sampled_tokens(config), *own, is_rewarded=stage.rewarded)
         has_model = engine.scorer is not None and rl.reward_model_weight > 0
         given = reward_function or rl.reward_function or None
         self.reward_function = rewards_of(given, config.scoring, print_line)
-        if self.reward_function is None and not has_model:
+        if algorithm.is_rewarded and self.reward_function is None and not has_model:
             raise ConfigError(
                 "PPOTrainer must have a reward; got no reward function and no reward model of a "
                 "weight above 0. Pass reward_function=, or an engine with a reward model."
             )
-        require_texts(rl, section, ptx_rows)
-        require_roles(engine, algorithm, section, rl.kl_coef)
+        require_texts(rl, stage.section, ptx_rows)
+        require_roles(engine, algorithm, stage.section, rl.kl_coef)
         self.engine = engine
         self.config = config
         self.rl = rl
@@ -241,8 +239,9 @@ class PPOTrainer:
                 if len(rows):
                     learned = minibatch.batch.select(rows)
                     count_rows(phase, learned)
+                    exact, replayed = bool(self.algorithm.exact_kl), states is not None
                     phase.flops += update_flops(
-                        engine, learned, actor=trains_actor, replayed=states is not None
+                        engine, learned, actor=trains_actor, replayed=replayed, compares=exact
                     )
                 states = None
                 if trains_actor and self._has_ptx:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tandem.engine.divergence import compared_with_reference
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.oom import MicroBatchBudget
 from tandem.engine.update import rehearse, training_mode
@@ -48,8 +49,17 @@ def rehearse_updates(
         return TokenBatch(ids, torch.ones_like(response), response)
 
     def actor_loss(max_tokens: int) -> Tensor:
-        with_entropy = algorithm.entropy_coef > 0
-        return engine.actor_logprobs(batch(max_tokens), with_entropy=with_entropy)[0].sum()
+        with_entropy, tokens = algorithm.entropy_coef > 0, batch(max_tokens)
+        if algorithm.exact_kl and engine.has_reference:
+            found = compared_with_reference(
+                engine,
+                tokens,
+                algorithm.exact_kl,
+                learns_logprobs=algorithm.is_rewarded,
+                with_entropy=with_entropy,
+            )
+            return found.logprobs.sum() + found.kl_sum
+        return engine.actor_logprobs(tokens, with_entropy=with_entropy)[0].sum()
 
     def critic_loss(max_tokens: int) -> Tensor:
         return engine.values(batch(max_tokens)).sum()

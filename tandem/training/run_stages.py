@@ -350,7 +350,7 @@ def _check_inputs(run: Run) -> None:
     reads_texts = all("sft_data" in stage.data for stage in stages)
     if not config.data and not (config.sft_data and reads_texts):
         problems.append("data must name at least one data set; got nothing. Give --data FILE")
-    rl = of_family(config.stages, "rl")
+    rl = [stage for stage in of_family(config.stages, "rl") if stage.rewarded]
     scores = leaving(config.stages, "reward model")
     function = rl_section(config).reward_function
     has_source = run.reward_module is not None or run.reward_source(rl[0].name) if rl else False

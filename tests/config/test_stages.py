@@ -226,7 +226,7 @@ def test_a_minibatch_that_was_not_set_is_at_most_the_rollout(tmp_path: Path) -> 
     ("command", "flags", "message"),
     [
         ("train", "--stages sft dpo --epsilon 0.1",
-         r"--epsilon must go with .* ppo.clip_ratio \(ppo or online-dpo\); got stages sft, dpo"),
+         r"--epsilon must go with .* ppo.clip_ratio \(ppo\); got stages sft, dpo"),
         ("train", "--stages sft,dpo --kl-coef 0.1", "--kl-coef must go with a stage that reads"),
         ("train", "--stages sft,dpo --no-ema", "--no-ema must go with a stage that reads ppo.ema"),
         ("train", "--algorithm rloo", r"--algorithm must go with .* \(grpo\); got stages sft, rew"),
