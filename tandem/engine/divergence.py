@@ -16,7 +16,7 @@ from tandem.engine.placement import onload
 from tandem.models.lm_head import vocabulary_head
 from tandem.models.lora import adapters_off
 from tandem.models.modes import evaluating
-from tandem.models.packed import predictor_states, response_tokens
+from tandem.models.packed import at_responses, predictor_states, response_tokens
 from tandem.models.replayed import KeptStates
 from tandem.models.twin import compares_once
 from tandem.objectives.divergence import ExactKL, Predictions, exact_kl
@@ -77,10 +77,11 @@ def compared_with_reference(
             )
         ones = torch.ones(mask.shape, device=states.device)
         counted = ones if token_weights is None else ones * token_weights
+        counted = at_responses(counted, mask, len(states))
         kl_sum, kl = exact_kl(
             Predictions(head, states),
             Predictions(other.logits, theirs),
-            counted[mask],
+            counted,
             placement,
             vocabulary=vocabulary,
             weights=head.weights,

@@ -102,13 +102,17 @@ def response_tokens(batch: TokenBatch, count: int) -> Tensor:
     Args:
         count: R, which the host then need not ask the device for.
     """
-    mask = batch.response_mask
+    return at_responses(batch.token_ids, batch.response_mask, count)
+
+
+def at_responses(values: Tensor, mask: Tensor, count: int) -> Tensor:
+    """(R,): the values (B, T) where the mask holds, in its order; `count`: R."""
     if mask.device.type == "cpu":
-        return batch.token_ids[mask]
+        return values[mask]
     flat = mask.flatten()
     places = torch.where(flat, flat.cumsum(0) - 1, count)  # all others in one place more
-    made = batch.token_ids.new_empty(count + 1)
-    return made.scatter_(0, places, batch.token_ids.flatten())[:count]
+    made = values.new_empty(count + 1)
+    return made.scatter_(0, places, values.flatten())[:count]
 
 
 @compares_once

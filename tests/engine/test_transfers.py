@@ -6,6 +6,7 @@ The meta device stands for a GPU: what would be read back from it raises.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from tandem import types
-from tandem.config.schema import PPOConfig
+from tandem.config.schema import GRPOConfig, PPOConfig
 from tandem.engine import update
 from tandem.engine.forward import Rows, response_logprobs, rows_together, token_values
 from tandem.engine.update import LossTerm, MicroBatchLoss, _accumulated
@@ -68,7 +69,7 @@ FIELDS = ("old_logprobs", "ref_logprobs", "rewards", "advantages", "values", "re
 
 
 @pytest.mark.parametrize("groups", ["one", "ragged"])
-@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("role", ["actor", "critic", "beside a teacher"])
 def test_a_micro_batch_is_sent_in_one_transfer_and_read_in_none(
     role: str, groups: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,11 +80,20 @@ def test_a_micro_batch_is_sent_in_one_transfer_and_read_in_none(
         return True
 
     monkeypatch.setattr(VocabularyHead, "_takes_apart", plain)
-    model = cast(Any, tiny_model("llama") if role == "actor" else tiny_scalar("llama")).train()
-    nn.Module.to(model, META)
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # knows no such device
+    model = cast(Any, tiny_scalar("llama") if role == "critic" else tiny_model("llama")).train()
+    teacher = cast(Any, tiny_model("llama"))
+    for placed in (model, teacher):
+        nn.Module.to(placed, META)
     whole = experience(grouped_batch(GROUPS[groups]))
     algorithm = algorithm_of(PPOConfig(), 8)
+    if role == "beside a teacher":
+        algorithm = algorithm_of(GRPOConfig(kl="exact-in-loss", normalization="sequence"), 8)
     engine: Any = SimpleNamespace(
+        actor=model,
+        reference=teacher,
+        has_reference=True,
+        settings=SimpleNamespace(sampling=SimpleNamespace(temperature=1.0)),
         actor_logprobs=lambda batch, with_entropy, kept: response_logprobs(
             model, batch, with_entropy=with_entropy
         ),
@@ -93,9 +103,9 @@ def test_a_micro_batch_is_sent_in_one_transfer_and_read_in_none(
     def learn(rows: Rows) -> MicroBatchLoss:
         part = whole.select(rows.host, rows.on(META))
         return (
-            actor_loss(engine, algorithm, part, kl_coef=0.1)
-            if role == "actor"
-            else critic_loss(engine, algorithm, part)
+            critic_loss(engine, algorithm, part)
+            if role == "critic"
+            else actor_loss(engine, algorithm, part, kl_coef=0.1)
         )
 
     class OnMeta:
@@ -114,7 +124,8 @@ def test_a_micro_batch_is_sent_in_one_transfer_and_read_in_none(
     with Transfers() as transfers:
         _accumulated(cast(Any, OnMeta()), term, 20, is_last=True)
     # All rows' numbers of the update; for each micro-batch what its forward needs of them.
-    assert transfers.sent == 1 + -(-rows // 2)
+    forwards = 2 if role == "beside a teacher" else 1
+    assert transfers.sent == 1 + forwards * -(-rows // 2)
 
 
 def test_the_rows_of_micro_batches_are_sent_together(monkeypatch: pytest.MonkeyPatch) -> None:

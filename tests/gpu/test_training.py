@@ -14,6 +14,7 @@ from tandem.config.parallel import OptimizerStates, ParallelConfig
 from tandem.devices import ask_for_determinism
 from tandem.engine.forward import response_logprobs
 from tandem.engine.learner import Learner
+from tandem.objectives.divergence import EXACT, ExactKL, Predictions, exact_kl
 from tandem.parallel.lanes import Lane, StreamLane
 from tandem.parallel.masters import MasterAdamW
 from tandem.parallel.moments import from_8bit, random_bits, to_8bit, to_bf16
@@ -121,6 +122,28 @@ def test_packed_moments_have_the_hosts_bits() -> None:
         assert float((ours[0] != theirs[0].cpu()).float().mean()) < 1e-3, "but for a last bit"
         back = from_8bit(name, *theirs).cpu()
         torch.testing.assert_close(back, from_8bit(name, *ours), rtol=0.15, atol=1e-9)
+
+
+@pytest.mark.parametrize("placement", EXACT)
+def test_an_exact_kl_is_that_of_the_host(placement: ExactKL) -> None:
+    """In chunks, with the gradients of states and weights."""
+    generator = torch.Generator().manual_seed(5)
+    made = [torch.randn(shape, generator=generator) for shape in ((9, 8), (40, 8), (9, 6), (40, 6))]
+    found = []
+    for device in (torch.device("cpu"), DEVICE):
+        hidden, weight, others, other = (tensor.to(device) for tensor in made)
+        hidden.requires_grad_()
+        head = nn.Parameter(weight)
+        total, each = exact_kl(
+            Predictions(lambda h, w=head: h @ w.T, hidden),
+            Predictions(lambda h, w=other: h @ w.T, others),
+            torch.linspace(0, 1, 9, device=device), placement, vocabulary=38, weights=[head],
+            max_rows=4,
+        )  # fmt: skip
+        total.backward()
+        found.append([x.detach().cpu() for x in (total, each, hidden.grad, head.grad)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-4)
 
 
 @pytest.fixture
