@@ -7,7 +7,7 @@ step has, so their terms and coefficients are those of its phases (`seconds`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tandem.config.conversations import answer_tokens
@@ -19,7 +19,7 @@ from tandem.memory.model import FLOAT, Layout
 from tandem.memory.work import logits_rows
 from tandem.predict.memory import Models
 from tandem.predict.rows import Heldout, Rows
-from tandem.predict.seconds import Pace, generating, loading, scoring
+from tandem.predict.seconds import Pace, PhaseWork, generating, loading, scoring
 from tandem.predict.work import Work, num_reward_models
 from tandem.text import counted
 
@@ -30,12 +30,14 @@ _PAIR = 2
 class Evaluations:
     """Of a stage. count: before the first step, every `eval_every` steps and after the last one; 0
     where the number of steps is not known. each: seconds. once: seconds that the reference takes
-    for the rows, before the first. reads: what one reads, in words."""
+    for the rows, before the first. reads: what one reads, in words. terms: ideal seconds of one,
+    for fitting; none where answers are drawn, whose coefficients are those of a step's."""
 
     count: int
     each: float
     once: float = 0.0
     reads: str = ""
+    terms: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -78,26 +80,31 @@ class Evaluating:
         compared = self.models.reference or self.models.policy
         if stage.family == "rl":
             return self._of_answers(stage, section, count)
+        policy, once = self.models.policy, 0.0
         if stage.share == "texts":
             texts = self._few(found.texts)
-            return Evaluations(count=count, each=self._policy(texts), reads=_said(texts, "text"))
-        if stage.leaves == "reward model":
+            works, reads = self._reading(policy, texts), _said(texts, "text")
+        elif stage.leaves == "reward model":
             pairs, graded = self._few(found.pairs, _PAIR), self._few(found.graded)
-            both = [_said(pairs, "pair", _PAIR), _said(graded, "graded answer")]
-            each = self._judge(pairs) + self._judge(graded)
-            return Evaluations(count=count, each=each, reads=_joined(both))
-        refers = has_reference(config, stage)
-        if stage.labelled:
+            reads = _joined([_said(pairs, "pair", _PAIR), _said(graded, "graded answer")])
+            works = [w for rows in (pairs, graded) for w in self._reading(self.models.value, rows)]
+        elif stage.labelled:
             rows = self._few(found.labelled)
             mismatched = replace(rows, tokens=rows.cost)  # for the baseline: no prompt is shared
-            each = self._policy(rows) + self._policy(mismatched)
-            each += refers * self._forward(compared, mismatched)
-            reads = _said(rows, "answer")
+            works = self._reading(policy, rows) + self._reading(policy, mismatched)
+            works += self._reading(compared, mismatched) * has_reference(config, stage)
+            once, reads = self._forward(compared, rows), _said(rows, "answer")
         else:
             rows = self._few(found.pairs, _PAIR)
-            each, reads = self._policy(rows), _said(rows, "pair", _PAIR)
-        once = refers * self._forward(compared, rows)
-        return Evaluations(count=count, each=each, once=once, reads=reads)
+            works, reads = self._reading(policy, rows), _said(rows, "pair", _PAIR)
+            once = self._forward(compared, rows)
+        return Evaluations(
+            count=count,
+            each=self._seconds(works),
+            once=once * has_reference(config, stage),
+            reads=reads,
+            terms=sum(works[1:], works[0]).terms if works else {},
+        )
 
     def _of_answers(self, stage: Stage, rl: RLConfig, count: int) -> Evaluations:
         samples = self.config.sampling.samples_per_prompt
@@ -149,8 +156,12 @@ class Evaluating:
 
     def _forward(self, shape: Shape, rows: Rows) -> float:
         """Seconds of a model's forward over rows."""
+        return self._seconds(self._reading(shape, rows))
+
+    def _reading(self, shape: Shape, rows: Rows) -> list[PhaseWork]:
+        """A model's forward over rows, if there are any."""
         if not rows.count:
-            return 0.0
+            return []
         layout = self.value if shape.is_scalar else self.policy
         mine = -(-rows.count // self.ranks)
         batches = -(-mine * rows.tokens // self.config.micro_batch_tokens)
@@ -159,11 +170,14 @@ class Evaluating:
             tokens=tokens, answered=mine * rows.answered, sequences=mine, micro_batches=batches,
             micro_tokens=0, rehearsed=0, alike=rows.alike,
         )  # fmt: skip
-        return self._scored(shape, _frozen(layout), work)
+        return [scoring(shape, _frozen(layout), work, self.pace)]
 
     def _scored(self, shape: Shape, layout: Layout, work: Work) -> float:
+        return self._seconds([scoring(shape, layout, work, self.pace)])
+
+    def _seconds(self, works: Sequence[PhaseWork]) -> float:
         known = self.known.get("evaluate") or self.known["score"]
-        return scoring(shape, layout, work, self.pace).seconds(known)
+        return sum(work.seconds(known) for work in works)
 
     def _answering(self, most: int, samples: int) -> Work | None:
         """The answers to at most so many held-out prompts; None of none."""

@@ -14,6 +14,9 @@ from tandem.metrics.folder import PREDICTIONS_FILE as PREDICTIONS_FILE
 WHOLE = "stage"
 """The phase of a stage's own line: its peak over all phases, and all of its time."""
 
+EVALUATE = "evaluate"
+"""The phase of one evaluation; of its memory nothing is predicted."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:

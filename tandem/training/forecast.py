@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 
@@ -16,20 +16,19 @@ from tandem.errors import ModelError
 from tandem.metrics.text import duration, with_unit
 from tandem.metrics.timing import Phases, Whole, peak_bytes, reset_peak
 from tandem.ops import native
-from tandem.ops.sizes import BLOCK_TOKENS
 from tandem.predict.constants import constants
 from tandem.predict.hardware import Hardware
 from tandem.predict.machine import known_machine, memory_bytes
 from tandem.predict.memory import Models
 from tandem.predict.models import config_of, configs_beside
-from tandem.predict.record import WHOLE, Outcome, add_outcomes
-from tandem.predict.rows import Rows, common_beginning, rows_of
+from tandem.predict.record import EVALUATE, WHOLE, Outcome, add_outcomes
+from tandem.predict.rows import Rows
 from tandem.predict.stage import Phase, StagePrediction, predict_stage
 from tandem.process import resident_bytes
 from tandem.text import named_line
+from tandem.training.measured_rows import measured_heldout, measured_rows
 from tandem.training.run_folder import Run
 from tandem.training.stage_data import StepRows
-from tandem.types import PromptRow, TokenRow
 
 _UNMEASURED = "machine not measured: memory only"
 
@@ -61,12 +60,13 @@ class Forecast:
         converses = isinstance(section, RLConfig) and section.converses
         self._knows_times = known is not None and not converses
         models, self._rows = models_in_use(run, stage, rows), measured_rows(run, stage, rows)
+        known_rows = replace(self._rows, heldout=measured_heldout(rows))
         name = known.name if known else processor.name()
         slack = constants("cpu", name)  # which the prediction adds
         without = self._process - slack.imports - slack.row * self._rows.count
         hardware = known or _unmeasured(run, without)
         return predict_stage(
-            run.config, stage_of(stage), models, self._rows, hardware, run.world.size
+            run.config, stage_of(stage), models, known_rows, hardware, run.world.size
         )
 
     @contextmanager
@@ -97,6 +97,7 @@ class Forecast:
         whole = Phase(live={}, peak=live, reserved=prediction.peak, seconds=prediction.step_seconds)
         seconds = sum(measured[n].seconds for n in _OF_STEP if n in measured)
         cpu = sum(measured[n].cpu_seconds for n in _OF_STEP if n in measured)
+        outcomes += self._evaluations(measured, steps)
         outcomes.append(self._outcome(WHOLE, whole, Whole(step.blocks, seconds, cpu, peak), steps))
         try:
             add_outcomes(self._run.path, outcomes)
@@ -104,10 +105,19 @@ class Forecast:
             self._run.print_line(f"{self._stage}: predictions not written: {named_line(error)}")
         self._show(outcomes[-1])
 
+    def _evaluations(self, measured: Mapping[str, Whole], steps: int) -> list[Outcome]:
+        """One of the stage's evaluations, on average; none where none was predicted or made."""
+        assert self.prediction is not None
+        found = self.prediction.evaluations
+        if found is None or not found.each or EVALUATE not in measured:
+            return []
+        phase = Phase(live={}, peak=0.0, reserved=0.0, seconds=found.each, terms=found.terms)
+        return [self._outcome(EVALUATE, phase, measured[EVALUATE], steps)]
+
     def _outcome(self, name: str, phase: Phase, whole: Whole, steps: int) -> Outcome:
         assert self.prediction is not None
         hardware = self.prediction.hardware
-        times = whole.blocks if name in ("load", "save") else steps
+        times = whole.blocks if name in ("load", "save", EVALUATE) else steps
         # A rank that waits for others, or for the cores, loses wall time: one thread's CPU time is
         # what is predicted.
         in_cpu = hardware.on_cpu and hardware.cores == 1
@@ -170,31 +180,6 @@ def models_in_use(run: Run, stage: str, rows: StepRows) -> Models:
     if reward and not rows.reward_renderer.renders_like(rows.renderer):
         beside.setdefault("critic", policy)  # it must read the policy's tokens
     return Models.of(policy, value, **beside)
-
-
-def measured_rows(run: Run, stage: str, rows: StepRows) -> Rows:
-    """The lengths of the rows that a stage trains on."""
-    found = rows.of(stage_of(stage))
-    if not found:
-        return Rows()
-    measured: list[list[tuple[int, int]]] = []
-    prompts: list[tuple[int, ...]] = []
-    for row in found[:2000]:
-        if isinstance(row, PromptRow):
-            measured.append([(len(row), 0)])
-            prompts.append(tuple(row.token_ids))
-            continue
-        parts = (row,) if isinstance(row, TokenRow) else row.sequences
-        measured.append([(len(part), sum(part.response_mask)) for part in parts])
-        mask = tuple(parts[0].response_mask)
-        prompts.append(tuple(parts[0].token_ids[: mask.index(True) if True in mask else 0]))
-    alike = len(common_beginning(prompts) or ()) // BLOCK_TOKENS * BLOCK_TOKENS
-    known = rows_of(measured, len(found), f"{len(found):,} rows")
-    known = replace(known, alike=alike)
-    section = getattr(run.config, stage_of(stage).section)
-    if isinstance(section, RLConfig) and rows.ptx:
-        known = replace(known, ptx=sum(map(len, rows.ptx)) / len(rows.ptx))
-    return known
 
 
 def _unmeasured(run: Run, process: float) -> Hardware:

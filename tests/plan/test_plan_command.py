@@ -365,23 +365,26 @@ def test_runs_are_graded_and_constants_fitted(tmp_path: Path) -> None:
             cpu_seconds=2.0 * number + 1e-3, measured_seconds=9.0, process_bytes=3e8,
             terms={"activations": number, "fixed": 1e-3},
         )  # fmt: skip
-        add_outcomes(folder, [known, replace(known, phase="stage", terms={})])
+        evaluated = replace(known, phase="evaluate", cpu_seconds=3.0 * number + 1e-3)
+        add_outcomes(folder, [known, evaluated, replace(known, phase="stage", terms={})])
     folders = sorted(tmp_path.glob("run*"))
     table = grade_table(folders)
     assert "peak memory: 3 of 3 within 10%" in table
     assert "time of a step's phase: 0 of 3 within 25%" in table
+    assert "time of evaluations: 0 of 3 within 25%" in table
     first = grade_values(folders)[0]
     assert (first["run"], first["stage"], first["measured_bytes"]) == ("run1", "sft", 4e8)
     assert first["memory_error"] == pytest.approx(4.3 / 4 - 1)
-    assert first["time_errors"] == {"train": pytest.approx(1 / 2.001 - 1)}
+    assert first["time_errors"] == {
+        "train": pytest.approx(1 / 2.001 - 1), "evaluate": pytest.approx(1 / 3.001 - 1)
+    }  # fmt: skip
     fitted = refit(folders)["cpu"]
     assert fitted["train"]["activations"] == pytest.approx(2, rel=0.05)
+    assert fitted["evaluate"]["activations"] == pytest.approx(3, rel=0.05)
     assert fitted["fitted_on"] == "3 runs on test"
     for folder in folders:
-        (outcome, whole) = read_outcomes(folder)
-        add_outcomes(
-            folder, [replace(o, hardware="this machine (Intel)") for o in (outcome, whole)]
-        )
+        found = read_outcomes(folder)
+        add_outcomes(folder, [replace(o, hardware="this machine (Intel)") for o in found])
     again = refit(folders)
     assert again["cpu Intel"]["train"]["activations"] == pytest.approx(2, rel=0.05)
     assert again["cpu"] == yaml.safe_load(SHIPPED.read_text("utf-8"))["cpu"]

@@ -12,12 +12,17 @@ from tandem.config.load import build_config
 from tandem.config.stages import in_order, stage_of
 from tandem.metrics.log import read_metrics
 from tandem.plan.knobs import nested
+from tandem.plan.lengths import rows_by_stage
+from tandem.predict.constants import constants
 from tandem.predict.evaluation import num_evaluations, num_policies
 from tandem.predict.hardware import find_hardware
 from tandem.predict.memory import Models
-from tandem.predict.models import config_of_shape
+from tandem.predict.models import config_of, config_of_shape
+from tandem.predict.record import EVALUATE, read_outcomes
 from tandem.predict.rows import Heldout, Rows
 from tandem.predict.stage import StagePrediction, predict_stage
+from tandem.training.measured_rows import measured_heldout
+from tandem.training.stage_data import prepare_rows
 from tests.tiny import save_tiny_model, tiny_config, write_preferences
 from tests.training.runs import ran
 
@@ -99,3 +104,55 @@ def test_a_total_has_its_evaluations_and_none_where_held_out_rows_are_not_known(
     assert dpo is not None
     assert dpo.once > 0  # the reference, once
     assert dpo.seconds == pytest.approx(dpo.count * dpo.each + dpo.once)
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "kto"])
+def test_its_terms_make_its_seconds(stage: str) -> None:
+    known = constants("cpu", CPU.name).phases
+    found = predicted(stage).evaluations
+    assert found is not None
+    rates = known.get("evaluate") or known["score"]
+    made = sum(rates.get(name, 1.0) * value for name, value in found.terms.items())
+    assert found.each == pytest.approx(made)
+
+
+def test_a_run_writes_what_its_evaluations_take_beside_what_was_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of held-out rows as long as those that a plan finds in the text."""
+    monkeypatch.setattr("tandem.training.forecast.known_machine", lambda device: CPU)
+    model = save_tiny_model(tmp_path / "model")
+    data = write_preferences(tmp_path / "prefs.jsonl")
+    config = tiny_config(tmp_path / "run", model, data, sft__eval_every=2)
+    folder = ran(config)
+    found = {o.stage: o for o in read_outcomes(folder) if o.phase == EVALUATE}
+    assert set(found) == {"sft", "reward", "ppo"}
+    planned = rows_by_stage(config, model)
+    policy = config_of(model)
+    for stage in in_order(config.stages):
+        outcome = found[stage.name]
+        assert outcome.measured_seconds
+        assert outcome.predicted_seconds
+        assert bool(outcome.terms) == (stage.name != "ppo"), "that of answers is not fitted"
+        plan = predict_stage(
+            config, stage, Models.of(policy, policy), planned[stage.name], CPU, 1
+        ).evaluations
+        assert plan is not None
+        assert outcome.predicted_seconds == pytest.approx(plan.each, rel=0.05), stage.name
+
+
+def test_held_out_answers_are_measured_with_a_shared_prompt_once(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    data = write_preferences(tmp_path / "prefs.jsonl")
+    config = tiny_config(tmp_path / "run", model, data, stages=["kto"])
+    rows = prepare_rows(config, model, model)
+    found, planned = measured_heldout(rows), rows_by_stage(config, model)["kto"].heldout
+    assert planned is not None
+    assert found.labelled.count == len(rows.heldout_labelled) > 0
+    assert found.labelled.tokens < found.labelled.cost
+    for kind in ("texts", "labelled", "prompts", "pairs"):
+        ours, theirs = getattr(found, kind), getattr(planned, kind)
+        if ours.count:
+            assert ours.count == theirs.count, kind
+            assert ours.tokens == pytest.approx(theirs.tokens, rel=0.05), kind
+            assert ours.answered == pytest.approx(theirs.answered, rel=0.05), kind
