@@ -90,7 +90,7 @@ def answer_of(turns: Turns, field: str) -> Answer:
     if not answer_text(answer).strip():
         raise RowProblem(field, excerpt(turns[-1].content), "not be blank")
     if not turns[-1].learned:
-        found = "weight 0 or train false on it"
+        found = "weight 0, train or loss false on it"
         raise RowProblem(field, found, "end with an answer to learn", "Remove the mark or the row.")
     return answer
 

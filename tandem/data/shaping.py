@@ -232,7 +232,7 @@ def _notes(row: Row, shape: Shape, sample: Sample) -> list[str]:
     if "label" in shape.may and row.get("label") is not None and not is_labelled(row):
         notes.append("with a label that is neither true (1) nor false (0), not read as good or bad")
     if any(not turn.learned for turn in sample.prompt):
-        notes.append("turns marked weight 0 or train false are shown, not learned")
+        notes.append("turns marked weight 0, train or loss false are shown, not learned")
     if shape.read in (messages, sharegpt):
         notes += skipped_notes(turns_of(row[shape.needs[0]], shape.needs[0]))
     if shape.read is prompt_only and (several := several_answers(row)):

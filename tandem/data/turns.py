@@ -35,6 +35,8 @@ _ROLES: dict[str, Role] = {
     "function": "tool",
     "observation": "tool",
 }
+_LEARNED = ("weight", "train", "loss")
+"""What a turn may say under: 0 or false, it is shown, not learned."""
 _CALL_ROLES = {"function_call", "tool_call", "function-call", "tool-call"}
 """Roles of turns whose content is a call: the assistant's."""
 _MESSAGE_LIST = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
@@ -116,8 +118,8 @@ def maybe_blank(value: Any, field: str) -> str:
 def turns_of(value: Any, field: str, *, or_text: bool = False) -> Turns:
     """A list of messages, as role and content or as ShareGPT's from and value.
 
-    Blank system turns are skipped. An assistant turn with `weight` 0 or `train` false is not
-    learned.
+    Blank system turns are skipped. An assistant turn with `weight` 0, `train` or `loss` false is
+    not learned.
 
     Args:
         or_text: whether the column may have text instead, for the message.
@@ -333,8 +335,8 @@ def _word(item: Mapping[str, Any], name: str, field: str, number: int) -> str:
 
 
 def _is_learned(item: Mapping[str, Any], field: str, number: int) -> bool:
-    """What OpenAI's `weight` and axolotl's `train` say of an assistant turn."""
-    marks = [(name, item[name]) for name in ("weight", "train") if item.get(name) is not None]
+    """What OpenAI's `weight`, axolotl's `train` and ms-swift's `loss` say of an assistant turn."""
+    marks = [(name, item[name]) for name in _LEARNED if item.get(name) is not None]
     for name, mark in marks:
         if not isinstance(mark, bool | int | float) or mark not in (0, 1):
             found = f"{describe(mark)} in turn {number}"

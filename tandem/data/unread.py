@@ -57,9 +57,12 @@ def turn_notes(values: Iterable[Any]) -> list[str]:
     ]
     if not turns:
         return []
-    notes = []
-    if any(turn.get("train") is True and first_role(turn) != "assistant" for turn in turns):
-        notes.append("train true of turns that are not the assistant's is not read")
+    others = [turn for turn in turns if first_role(turn) != "assistant"]
+    notes = [
+        f"{name} true of turns that are not the assistant's is not read"
+        for name in ("train", "loss")
+        if any(turn.get(name) is True for turn in others)
+    ]
     if any(turn.get("tool_calls") and turn.get("function_call") for turn in turns):
         notes.append("function_call of turns is not read beside tool_calls")
     lost = [
@@ -82,7 +85,7 @@ def skipped_notes(turns: Turns) -> list[str]:
     if not answers or (turns[-1].role == "assistant" and turns[-1].learned):
         return []
     if not any(turn.learned for turn in answers):
-        return ["every assistant turn is marked weight 0 or train false: a prompt alone"]
+        return ["every assistant turn is marked weight 0, train or loss false: a prompt alone"]
     if turns[-1].learned and answers[-1].learned:
         return ["turns after the last assistant turn skipped"]
     return ["turns after the last assistant turn that is learned skipped"]

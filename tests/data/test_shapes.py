@@ -479,10 +479,9 @@ def test_a_weight_behind_the_map_is_told() -> None:
         sample({"q": "a"}, prompt="q:2")
 
 
-@pytest.mark.parametrize(
-    "turn", [{"role": "assistant", "content": "no", "weight": 0}, {**bot("no"), "train": False}]
-)
-def test_a_turn_that_is_not_to_be_learned_is_shown(turn: dict[str, Any]) -> None:
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"loss": False}])
+def test_a_turn_that_is_not_to_be_learned_is_shown(mark: dict[str, Any]) -> None:
+    turn = {**bot("no"), **mark}
     row = {"messages": [user("2+2?"), turn, user("Again."), {**bot("4"), "weight": 1}]}
     found = to_sample(row, HERE)
     assert found.sample.prompt == (
@@ -491,22 +490,24 @@ def test_a_turn_that_is_not_to_be_learned_is_shown(turn: dict[str, Any]) -> None
         Message("user", "Again."),
     )
     assert found.sample.chosen == "4"
-    assert found.notes == ("turns marked weight 0 or train false are shown, not learned",)
+    assert found.notes == ("turns marked weight 0, train or loss false are shown, not learned",)
     # The answer is the last turn that is learned; without one the row is a prompt.
     ends = to_sample({"messages": [user("2+2?"), bot("4"), user("Again."), turn]}, HERE)
     assert (ends.sample.prompt, ends.sample.chosen) == ((USER,), "4")
     assert ends.notes == ("turns after the last assistant turn that is learned skipped",)
     none = to_sample({"messages": [user("2+2?"), turn]}, HERE)
     assert none.sample == PROMPT
-    assert none.notes == ("every assistant turn is marked weight 0 or train false: a prompt alone",)
+    assert none.notes == (
+        "every assistant turn is marked weight 0, train or loss false: a prompt alone",
+    )
     with pytest.raises(RowProblem, match="chosen must end with an answer to learn; found weight 0"):
         sample({"prompt": "2+2?", "chosen": [turn], "rejected": "5"})
 
 
-@pytest.mark.parametrize("mark", [{"weight": 0.5}, {"weight": "0"}, {"train": 2}])
+@pytest.mark.parametrize("mark", [{"weight": 0.5}, {"weight": "0"}, {"train": 2}, {"loss": "no"}])
 def test_a_mark_of_a_turn_is_yes_or_no(mark: dict[str, Any]) -> None:
     with pytest.raises(
-        RowProblem, match=r"messages\.(weight|train) must be 0 or 1, or false or tr"
+        RowProblem, match=r"messages\.(weight|train|loss) must be 0 or 1, or false or tr"
     ):
         sample({"messages": [user("2+2?"), {**bot("4"), **mark}]})
 
@@ -514,7 +515,7 @@ def test_a_mark_of_a_turn_is_yes_or_no(mark: dict[str, Any]) -> None:
 def test_what_no_model_will_read_is_noted() -> None:
     row = {
         "messages": [
-            {**user("2+2?"), "train": True, "thinking": "Hm."},
+            {**user("2+2?"), "train": True, "loss": True, "thinking": "Hm."},
             {**bot("4"), "reasoning_content": ["Hm."]},
         ],
         "tools": [{"name": "add"}],
@@ -525,6 +526,7 @@ def test_what_no_model_will_read_is_noted() -> None:
     }
     assert to_sample(row, HERE).notes == (
         "train true of turns that are not the assistant's is not read",
+        "loss true of turns that are not the assistant's is not read",
         "reasoning_content of turns is not rendered: thoughts are the assistant's, and text",
         "thinking of turns is not rendered: thoughts are the assistant's, and text",
         "column context is not in the prompt",

@@ -195,7 +195,7 @@ def test_the_projects_reader_takes_all_three(sampled: Sampled, tmp_path: Path) -
         (account,) = data.ledger.datasets.values()
         written = [json.loads(line) for line in path.read_bytes().splitlines()]
         assert list(account.notes) == [
-            "turns marked weight 0 or train false are shown, not learned"
+            "turns marked weight 0, train or loss false are shown, not learned"
         ]
         assert account.rows == account.num_used == len(written) > 2
         samples = {"ppo": data.prompts, "sft": data.texts}.get(stage, data.pairs)
