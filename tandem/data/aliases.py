@@ -23,10 +23,12 @@ from tandem.types import Message
 
 DIALOGS = ("messages", "conversations", "conversation")
 QUESTIONS = ("question", "instruction", "query", "problem")
-CONTEXTS = ("input", "context")
+CONTEXTS = ("input", "inputs", "context")
 """Parts of a prompt; one is the prompt where a row asks nothing else."""
+_INPUTS = CONTEXTS[:2]
+"""Those that are so beside one answer, too."""
 _ANSWERS = ("completion", "output", "response", "generation")
-_REFERENCES = ("solution", "answer")
+_REFERENCES = ("solution", "answer", "target", "targets")
 """An answer to learn beside a question. Beside `prompt` they are for reward functions alone."""
 
 _PAIR = ("chosen", "rejected")
@@ -119,7 +121,7 @@ def is_conversation(value: Any) -> bool:
 def _prompt_and_answer(row: Row) -> dict[str, str]:
     if "conversation" in row and is_conversation(row["conversation"]):
         return {"messages": "conversation"}
-    head = prompt_column(row, CONTEXTS[:1])
+    head = prompt_column(row, _INPUTS)
     if not head:
         return {}
     ranked = row.get("answers") is not None and row.get("ranks") is not None

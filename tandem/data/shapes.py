@@ -38,18 +38,24 @@ from tandem.types import Sample, Source
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One shape of row: the columns it needs, those it may have, and how it is read."""
+    """One shape of row: the columns it needs, those it may have, and how it is read.
+
+    text: the needed column that must be text, or the row has another shape.
+    """
 
     name: str
     needs: tuple[str, ...]
     may: tuple[str, ...]
     read: Callable[[Row, Source], Sample]
+    text: str = ""
 
     def fits(self, row: Row, mapped: Mapping[str, str]) -> bool:
         """Whether `row` has the needed columns and the shape reads every mapped role."""
         for name in self.needs:  # of every row, for most shapes: a loop is fastest
             if row.get(name) is None:
                 return False
+        if self.text and not isinstance(row[self.text], str):
+            return False
         return not mapped or all(role in self.needs + self.may for role in mapped)
 
 
@@ -180,7 +186,8 @@ SHAPES = (
     Shape("sharegpt", ("conversations",), (*_ASKED, *_ANSWER), sharegpt),
     Shape("alpaca", ("instruction", "output"), ("input", *_ASKED, "history", *_ANSWER), alpaca),
     Shape("text", ("text",), (), plain_text),
-    Shape("question", ("question", "answer"), (*_ASKED, *_ANSWER), question_answer),
+    # An answer that is a number or an object is a reference that reward functions compare with.
+    Shape("question", ("question", "answer"), (*_ASKED, *_ANSWER), question_answer, "answer"),
     Shape("ranking", ("prompt", "ranking"), _ASKED, ranking),
     Shape("ranked answers", ("prompt", "answers", "ranks"), _ASKED, ranking),
     Shape("prompt", ("prompt",), _ASKED, prompt_only),

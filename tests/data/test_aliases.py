@@ -87,6 +87,8 @@ def test_whole_dialogs_need_no_prompt() -> None:
         ("question", "response"),
         ("problem", "solution"),
         ("problem", "answer"),
+        ("input", "target"),
+        ("inputs", "targets"),
         ("instruction", "generation"),
         ("prompt", "response"),
     ],
@@ -132,6 +134,14 @@ def test_a_solution_is_learned_and_the_answer_kept() -> None:
     found = read({"problem": "2+2?", "solution": "2+2 is 4.", "answer": "4"})
     assert found.chosen == "2+2 is 4."
     assert found.columns == {"solution": "2+2 is 4.", "answer": "4"}
+
+
+@pytest.mark.parametrize("ask", ["question", "problem", "prompt"])
+@pytest.mark.parametrize("answer", [4, 4.5, True, {"value": "4", "aliases": ["four"]}, ["4"]])
+def test_an_answer_that_is_no_text_is_for_reward_functions(ask: str, answer: Any) -> None:
+    found = to_sample({ask: "2+2?", "answer": answer}, HERE)
+    assert found.sample == Sample(HERE, (USER,), columns={"answer": answer})
+    assert (found.unread, found.notes) == (("answer",), ())
 
 
 @pytest.mark.parametrize("name", ["question", "problem", "query", "instruction", "input"])

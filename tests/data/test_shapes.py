@@ -426,7 +426,7 @@ HH = "\n\nHuman: 2+2?\n\nAssistant: "
         ({"instruction": "i", "input": "", "output": ""}, "output", "''", "not be blank"),
         ({"text": ""}, "text", "''", "not be blank"),
         ({"text": ["a"]}, "text", "a list of 1", "be text"),
-        ({"question": "q", "answer": 4}, "answer", "the number 4", "be text"),
+        ({"question": "q", "answer": " "}, "answer", "' '", "not be blank"),
         (
             {"messages": [{"role": "system", "content": "s"}, user("a")], "system": "t"},
             "system",
