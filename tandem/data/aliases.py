@@ -6,7 +6,7 @@ two columns could be the one that is missing, nothing is renamed. The table is i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tandem.data.dialogs import history_turns, joined_instruction
@@ -32,6 +32,12 @@ _REFERENCES = ("solution", "answer", "target", "targets")
 """An answer to learn beside a question. Beside `prompt` they are for reward functions alone."""
 
 _PAIR = ("chosen", "rejected")
+_PAIRS = (
+    ("chosen_response", "rejected_response"),  # NeMo-Aligner, distilabel
+    ("preferred_output", "non_preferred_output"),  # OpenAI, its prompt in an object `input`
+    ("response_j", "response_k"),  # stack-exchange-paired
+)
+"""Other names of these."""
 _MAY_HOLD_TURNS = ("prompt", *_PAIR, *DIALOGS, *QUESTIONS, *CONTEXTS, *_ANSWERS)
 
 
@@ -74,6 +80,29 @@ def find_aliases(row: Row, shape: str) -> dict[str, str]:
     elif not shape:
         found |= _prompt_and_answer(row)
     return found
+
+
+def find_pair_names(row: Row, shape: str) -> dict[str, str]:
+    """`chosen` and `rejected` to the columns that have other names for them.
+
+    Args:
+        shape: what the row's own names make of it, "" for nothing.
+    """
+    asked = row.get("messages" if shape == "messages" else "conversations")
+    is_prompt = isinstance(asked, list | tuple) and first_role(asked[-1:]) != "assistant"
+    if shape not in ("", "prompt") and not (shape in ("messages", "sharegpt") and is_prompt):
+        return {}
+    found = [two for two in _PAIRS if all(row.get(name) is not None for name in two)]
+    return dict(zip(_PAIR, found[0], strict=True)) if len(found) == 1 else {}
+
+
+def with_input(row: dict[str, Any]) -> dict[str, Any]:
+    """`row`, with what OpenAI's pairs have in an object `input`: the messages, the tools."""
+    asked = row.get("input")
+    if not isinstance(asked, Mapping) or row.get("preferred_output") is None:
+        return row
+    inside = {n: asked[n] for n in ("messages", "tools") if n in asked and row.get(n) is None}
+    return {**row, **inside}
 
 
 def find_marks(row: Row) -> dict[str, str]:

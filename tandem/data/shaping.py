@@ -15,7 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tandem.data.aliases import find_aliases, find_marks, several_answers, whole_prompt, with_lists
+from tandem.data.aliases import (
+    find_aliases,
+    find_marks,
+    find_pair_names,
+    several_answers,
+    whole_prompt,
+    with_input,
+    with_lists,
+)
 from tandem.data.answer_lists import with_nested
 from tandem.data.comparisons import Compared, named, read_compared
 from tandem.data.excerpt import names
@@ -147,19 +155,25 @@ def _find(row: Row, columns: Mapping[str, str]) -> _Found:
     _require_mapped(row, columns)
     values = {name: value for name, value in row.items() if name not in columns.values()}
     values |= {role: row[column] for role, column in columns.items()}
+    whole = values if columns else with_input(values)
+    joined = {"input"} if whole is not values else set[str]()
     with _in_terms_of_the_row(columns):
-        values = with_lists(values)
+        values = with_lists(whole)
     shape = shape_of(values, columns)
     own = shape.name if shape is not None else ""
-    aliases = {} if columns else find_aliases(values, own)
+    if pair := {} if columns else find_pair_names(values, own):
+        values = with_lists(values | {role: values[name] for role, name in pair.items()})
+        shape = shape_of(values, columns)
+        own = shape.name if shape is not None else ""
+    aliases = {} if columns else find_aliases(values, own) | pair
     compared = _compared(values, columns, own, aliases)
     if compared is not None:
         values, columns, aliases = compared.row, compared.columns, dict(compared.prompt)
     renamed = aliases | find_marks(values)
-    joined: set[str] = set()
     moved = {role: values[column] for role, column in renamed.items()}
     if "prompt" in aliases:
-        moved["prompt"], joined = whole_prompt(values, aliases["prompt"])
+        moved["prompt"], parts = whole_prompt(values, aliases["prompt"])
+        joined |= parts
     values |= moved
     if compared is not None:
         shape = next(shape for shape in SHAPES if shape.name == compared.plain)

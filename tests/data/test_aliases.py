@@ -64,6 +64,45 @@ def test_llama_factorys_pairs() -> None:
         read(row | {"input": 2})
 
 
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ("chosen_response", "rejected_response"),
+        ("response_j", "response_k"),
+        ("preferred_output", "non_preferred_output"),
+    ],
+)
+def test_a_pair_by_other_names(good: str, bad: str) -> None:
+    for name, value in (("prompt", "2+2?"), ("question", "2+2?"), ("messages", ASK)):
+        for answers in (("4", "5"), ([GOOD], [BAD]), (GOOD, BAD)):
+            row = {name: value, good: answers[0], bad: answers[1], "qid": 7}
+            assert parts(row) == ((USER,), "4", "5")
+            found = to_sample(row, HERE)
+            asked = f"prompt={name}," if name != "prompt" else ""
+            assert found.shape == f"preference with {asked}chosen={good},rejected={bad}"
+            assert (found.sample.columns, found.notes) == ({"qid": 7}, ())
+    with pytest.raises(RowProblem, match=f"{bad} must differ from chosen"):
+        read({"prompt": "2+2?", good: "4", bad: "4"})
+    # One without the other is no pair, and a row with an answer of its own is read as that.
+    assert read({"prompt": "2+2?", good: "4", bad: None}) == Sample(
+        HERE, (USER,), columns={good: "4", bad: None}
+    )
+    for own in ({"prompt": "2+2?", "completion": "3"}, {"messages": [*ASK, GOOD]}):
+        assert read({**own, good: "4", bad: "5"}).rejected is None
+    assert read({"prompt": "2+2?", good: "4", bad: "5"}, prompt="prompt").rejected is None
+
+
+def test_openais_pairs_have_their_prompt_in_input() -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    asked = {"messages": ASK, "tools": tools, "parallel_tool_calls": True}
+    found = to_sample(
+        {"input": asked, "preferred_output": [GOOD], "non_preferred_output": [BAD]}, HERE
+    )
+    assert (found.sample.prompt, found.sample.chosen, found.sample.rejected) == ((USER,), "4", "5")
+    assert "add" in found.sample.tools
+    assert (found.sample.columns, found.notes) == ({}, ())
+
+
 def test_whole_dialogs_need_no_prompt() -> None:
     """A column beside them is left as it is, and noted if it looks like a part of the prompt."""
     row = {"chosen": [*ASK, GOOD], "rejected": [*ASK, BAD], "question": "else?", "context": "x"}
