@@ -27,6 +27,7 @@ from tandem.data.aliases import (
 from tandem.data.answer_lists import with_nested
 from tandem.data.comparisons import Compared, named, read_compared
 from tandem.data.excerpt import names
+from tandem.data.exchanges import with_messages
 from tandem.data.grades import read_grade
 from tandem.data.labels import is_labelled, is_verdict, margin_of, verdict
 from tandem.data.map_advice import unknown_shape
@@ -158,7 +159,7 @@ def _find(row: Row, columns: Mapping[str, str]) -> _Found:
     whole = values if columns else with_input(values)
     joined = {"input"} if whole is not values else set[str]()
     with _in_terms_of_the_row(columns):
-        values = with_lists(whole)
+        values = with_messages(with_lists(whole))
     shape = shape_of(values, columns)
     own = shape.name if shape is not None else ""
     if pair := {} if columns else find_pair_names(values, own):

@@ -225,7 +225,7 @@ def test_own_names_and_maps_come_first() -> None:
 def test_one_conversation_is_read_as_messages_are() -> None:
     assert parts({"conversation": [*ASK, GOOD]}) == ((USER,), "4", None)
     with pytest.raises(RowProblem, match="columns of a known shape"):
-        read({"conversation": [{"input": "2+2?", "output": None}]})
+        read({"conversation": [{"asked": "2+2?", "said": "4"}]})
 
 
 def test_problems_name_the_rows_own_columns() -> None:

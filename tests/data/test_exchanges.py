@@ -1,0 +1,70 @@
+"""Conversations that are no lists of messages."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tandem.data.rows import RowProblem
+from tandem.data.shaping import to_sample
+from tandem.types import Message, Source
+
+HERE = Source("set", "set.jsonl", 3)
+BEFORE = (Message("user", "Hi"), Message("assistant", "Yes?"), Message("user", "2+2?"))
+DIALOGS = [
+    [{"input": "Hi", "output": "Yes?"}, {"input": "2+2?", "output": "4"}],
+    [{"human": "Hi", "assistant": "Yes?"}, {"human": "2+2?", "assistant": "4"}],
+    ["Hi", "Yes?", "2+2?", "4"],
+]
+
+
+@pytest.mark.parametrize("dialog", DIALOGS)
+@pytest.mark.parametrize("name", ["messages", "conversations", "conversation"])
+def test_exchanges_are_a_conversation(name: str, dialog: list[Any]) -> None:
+    for value in (dialog, tuple(dialog), json.dumps(dialog)):
+        found = to_sample({name: value, "source": "x"}, HERE)
+        assert (found.sample.prompt, found.sample.chosen) == (BEFORE, "4")
+        assert (found.sample.columns, found.notes) == ({"source": "x"}, ())
+        mapped = to_sample({"data": value, name: None}, HERE, {"messages": "data"})
+        assert (mapped.sample.prompt, mapped.sample.chosen) == (BEFORE, "4")
+
+
+def test_a_system_text_comes_first() -> None:
+    first = {"system": "Be brief.", "input": "Hi", "output": "Yes?"}
+    found = to_sample({"conversation": [first, {"input": "2+2?", "output": "4"}]}, HERE)
+    assert found.sample.prompt == (Message("system", "Be brief."), *BEFORE)
+
+
+def test_the_last_answer_may_be_missing() -> None:
+    first = {"input": "Hi", "output": "Yes?"}
+    for last in (
+        {"input": "2+2?"},
+        {"input": "2+2?", "output": ""},
+        {"input": "2+2?", "system": ""},
+    ):
+        found = to_sample({"conversation": [first, last]}, HERE)
+        assert (found.sample.prompt, found.sample.chosen) == (BEFORE[:1], "Yes?")
+        assert found.notes == ("turns after the last assistant turn skipped",)
+        assert to_sample({"conversation": [last]}, HERE).sample.prompt == BEFORE[2:]
+    assert to_sample({"conversations": ["2+2?"]}, HERE).sample.prompt == BEFORE[2:]
+
+
+@pytest.mark.parametrize(
+    "dialog",
+    [
+        [{"input": "Hi", "output": "Yes?", "output_with_loss": False}],
+        [{"input": "Hi"}, {"output": "Yes?"}],
+        [{"input": "Hi", "output": "Yes?"}, "2+2?"],
+        [{"input": "Hi"}, {"input": "2+2?", "output": "4"}],
+        [{"input": "", "output": "4"}],
+        ["Hi", " "],
+        ["Hi", None],
+        ['{"role": "user", "content": "Hi"}'],
+        [],
+    ],
+)
+def test_what_may_say_more_is_refused(dialog: list[Any]) -> None:
+    with pytest.raises(RowProblem):
+        to_sample({"messages": dialog}, HERE)
