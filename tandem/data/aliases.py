@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tandem.data.dialogs import history_turns, joined_instruction
+from tandem.data.dialogs import history_turns, instruction_context, joined_instruction
 from tandem.data.rows import Row
 from tandem.data.turns import (
     Turns,
@@ -129,7 +129,7 @@ def whole_prompt(row: Row, column: str) -> tuple[Any, set[str]]:
     read.add("history")
     if column == "instruction":
         value = joined_instruction(row)
-        read.add("input")
+        read.add(instruction_context(row) or "input")
     if history := history_turns(row.get("history")):
         turns: Turns = (*history, Message("user", prompt_turns(value, column)[-1].content))
         return turns, read

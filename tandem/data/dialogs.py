@@ -25,14 +25,21 @@ def with_system(turns: Turns, row: Row) -> Turns:
 
 
 def joined_instruction(row: Row) -> str:
-    """An Alpaca row's prompt: the instruction, a blank line, and any input.
+    """An Alpaca row's prompt: the instruction, a blank line, and any input; Dolly's: its context.
 
     Raises:
         RowProblem: one of them is not text, or the instruction is blank.
     """
     prompt = text_of(row["instruction"], "instruction")
-    given = "" if row.get("input") is None else maybe_blank(row["input"], "input")
+    name = "input" if row.get("input") is not None else instruction_context(row)
+    given = maybe_blank(row[name], name) if name else ""
     return f"{prompt}\n\n{given}" if given.strip() else prompt
+
+
+def instruction_context(row: Row) -> str:
+    """The column of a text that an instruction is about, where that is not its input; ""."""
+    is_dolly = "input" not in row and isinstance(row.get("context"), str)
+    return "context" if is_dolly else ""
 
 
 def history_turns(pairs: Any) -> Turns:

@@ -26,6 +26,7 @@ from tandem.data.aliases import (
 )
 from tandem.data.answer_lists import with_nested
 from tandem.data.comparisons import Compared, named, read_compared
+from tandem.data.dialogs import instruction_context
 from tandem.data.excerpt import names
 from tandem.data.exchanges import with_messages
 from tandem.data.grades import read_grade
@@ -37,6 +38,7 @@ from tandem.data.shapes import (
     NEEDS,
     SHAPES,
     Shape,
+    alpaca,
     messages,
     plain_text,
     prompt_only,
@@ -184,6 +186,8 @@ def _find(row: Row, columns: Mapping[str, str]) -> _Found:
         shape = shape_of(values, columns)
     if shape is None:
         raise unknown_shape(row, values, columns, NEEDS, {} if columns else _in_lower_case(row))
+    if shape.read is alpaca and (about := instruction_context(values)):
+        joined.add(about)
     # A column that nobody mapped may be called so and mean something else.
     if "label" in columns or ("label" in shape.may and is_verdict(values.get("label"))):
         with _in_terms_of_the_row(columns):

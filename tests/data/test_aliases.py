@@ -169,6 +169,23 @@ def test_history_and_system_prompt_belong_to_a_question() -> None:
     assert found.notes == ("column system_prompt is not in the prompt",)
 
 
+@pytest.mark.parametrize("answer", ["response", "output"])
+def test_an_instruction_takes_dollys_context_with_it(answer: str) -> None:
+    row = {"instruction": "Add", "context": "2 and 2", answer: "4", "category": "closed_qa"}
+    found = to_sample(row, HERE)
+    assert (found.sample.prompt, found.sample.chosen) == ((Message("user", "Add\n\n2 and 2"),), "4")
+    kept = {"response": "4"} if answer == "response" else {}
+    assert (found.sample.columns, found.notes) == ({**kept, "category": "closed_qa"}, ())
+    blank = to_sample(row | {"context": ""}, HERE)
+    assert (blank.sample.prompt, blank.notes) == ((Message("user", "Add"),), ())
+    # Beside an input it is something else, and so is what is no text.
+    for more in ({"input": "3 and 1"}, {"input": ""}, {"context": ["2"]}):
+        found = to_sample(row | more, HERE)
+        asked = "Add" + "\n\n3 and 1" * (more.get("input") == "3 and 1")
+        assert found.sample.prompt == (Message("user", asked),)
+        assert found.notes == ("column context is not in the prompt",)
+
+
 def test_a_solution_is_learned_and_the_answer_kept() -> None:
     found = read({"problem": "2+2?", "solution": "2+2 is 4.", "answer": "4"})
     assert found.chosen == "2+2 is 4."
