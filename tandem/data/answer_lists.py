@@ -20,7 +20,7 @@ _SCORES = ("scores", "ratings", "rating")
 """Columns with a number for each of them, more is better."""
 _TEXTS = ("response", "answer", "completion", "output", "generation", "text")
 """Where objects in such a list have the answer."""
-_NUMBERS = ("overall_score", "score", "rating", "rank")
+_NUMBERS = ("overall_score", "score", "rating", "pm_score", "rank")
 """Where they have its score or its rank."""
 _RANKS = ("ranks", "rank")
 """Numbers of which the least is the best."""

@@ -70,7 +70,8 @@ def whole_dialog(prompt: Turns, answer: Any, field: str) -> Turns:
         return prompt + turns
     # A dialog may have a system turn that its prompt column lacks.
     own = tuple(t for t in turns if t.role != "system" or t in prompt)
-    if own[: len(prompt)] == prompt:
+    # A prompt column may have the last question alone (distilabel's Capybara).
+    if prompt in (own[: len(prompt)], own[-2:-1]):
         return turns
     found = f"another dialog, which begins {excerpt(turns[0].content)}"
     raise RowProblem(field, found, "continue the prompt, or repeat it")

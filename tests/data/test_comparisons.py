@@ -234,6 +234,23 @@ BOTH = "answer_a={},answer_b={}"
             f"prompt=instruction,{BOTH},preferred=winner".format("response1", "response2"),
             {"instruction", "input"},
         ),
+        (
+            {
+                "instruction": "2+2?",
+                "input": "",
+                "output_1": "5",
+                "output_2": "4",
+                "preference": 2,
+                "raw_preference": 1,
+            },
+            f"prompt=instruction,{BOTH},preferred=preference".format("output_1", "output_2"),
+            {"instruction", "input"},
+        ),
+        (
+            {**PKU, "preference": 0},
+            f"{BOTH},preferred=better_response_id".format("response_0", "response_1"),
+            {"prompt"},
+        ),
         ({"prompt": "2+2?", "answer_a": "4", "answer_b": "5", "preferred": "a"}, "", {"prompt"}),
         (
             {
@@ -352,6 +369,18 @@ def test_a_bool_is_not_the_place_of_the_better_summary() -> None:
             "ranked answers with answers=answers.answer,ranks=answers.rank",
             ((1, "4"), (2, "5"), (3, "6")),
             "prompt",
+        ),
+        (
+            {
+                "question": "2+2?",
+                "answers": [
+                    {"answer_id": 1, "text": "5", "pm_score": 0, "selected": False},
+                    {"answer_id": 2, "text": "4", "pm_score": 3, "selected": True},
+                ],
+            },
+            "scored answers with prompt=question,answers=answers.text,scores=answers.pm_score",
+            ((1, "4"), (2, "5")),
+            "question",
         ),
         (
             {"input": "2+2?", "generations": ["5", "4"], "ratings": [1.0, 5.0], "model": "x"},

@@ -479,6 +479,18 @@ def test_a_weight_behind_the_map_is_told() -> None:
         sample({"q": "a"}, prompt="q:2")
 
 
+def test_a_prompt_may_be_the_last_question_of_whole_dialogs() -> None:
+    before = [user("Hi"), bot("Yes?"), user("2+2?")]
+    row = {"prompt": "2+2?", "chosen": [*before, bot("4")], "rejected": [*before, bot("5")]}
+    for system in ([], [{"role": "system", "content": "Be brief."}]):
+        dialogs = {name: [*system, *row[name]] for name in ("chosen", "rejected")}
+        found = sample({**row, **dialogs})
+        assert [turn.content for turn in found.prompt][-3:] == ["Hi", "Yes?", "2+2?"]
+        assert (len(found.prompt), found.chosen, found.rejected) == (3 + len(system), "4", "5")
+    with pytest.raises(RowProblem, match="chosen must continue the prompt, or repeat it"):
+        sample({**row, "prompt": "Hi there"})
+
+
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"loss": False}])
 def test_a_turn_that_is_not_to_be_learned_is_shown(mark: dict[str, Any]) -> None:
     turn = {**bot("no"), **mark}
