@@ -3,6 +3,8 @@ have columns that no shape reads."""
 
 from __future__ import annotations
 
+import re
+
 from tandem.config.stages import Share
 from tandem.data.answer_lists import LISTS
 from tandem.data.ledger import DatasetLedger, Ledger
@@ -15,6 +17,29 @@ _GOOD, _BAD = ("chosen", "preferred", "accepted", "good"), ("reject", "bad")
 _ANSWERS = ("response", "answer", "output", "completion", "generation", "solution", "target")
 _SCORES = ("score", "rating", "grade")
 _LABELS = ("label", "thumb", "vote", "feedback", "desirable", "liked", "is_good", *_SCORES)
+_ABOUT = (
+    frozenset(
+        ("ability", "category", "dataset", "date", "difficulty", "domain", "id", "index", "kind")
+    )
+    | frozenset(
+        (
+            "lang",
+            "language",
+            "level",
+            "model",
+            "qid",
+            "source",
+            "split",
+            "subject",
+            "subset",
+            "task",
+        )
+    )
+    | frozenset(("timestamp", "title", "topic", "type", "url", "uuid"))
+)
+"""The last words of names of columns that describe a row: none of them is an answer."""
+_STEPS = ("completions", "labels")
+"""Columns of TRL's process supervision."""
 _VERDICTS = ("annotat", "prefer", "better", "winner", "verdict", "choice", "label")
 
 
@@ -54,13 +79,18 @@ def _are_prompts_alone(account: DatasetLedger) -> bool:
 def _prompts_alone(account: DatasetLedger, share: Share, labelled: bool) -> str:
     names = [visible(name)[:30] for name, _ in account.unread.most_common()]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    rows = counted(account.shapes.total(), "usable row")
+    if all(name in account.lists for name in _STEPS):
+        return (
+            f"All {rows} of {visible(account.name)} are prompts with {' and '.join(_STEPS)}, which "
+            "judge an answer step by step (process supervision): no stage learns from them"
+        )
     answers, what = _map_of_answers(account, share, labelled)
     prompt = next(iter(account.shapes)).partition(" with ")[2]  # a map is written whole
     if answers.partition("=")[0] in FOUND_BESIDE:
         prompt = ""
     columns = ",".join(part for part in (prompt, answers) if part)
     several = len(names) > 1
-    rows = counted(account.shapes.total(), "usable row")
     return (
         f"All {rows} of {visible(account.name)} are prompts alone: no stage reads their "
         f"column{'s' * several} {', '.join(names[:_SHOWN])}{more}. Map {what}, as in "
@@ -71,9 +101,10 @@ def _prompts_alone(account: DatasetLedger, share: Share, labelled: bool) -> str:
 def _map_of_answers(account: DatasetLedger, share: Share, labelled: bool) -> tuple[str, str]:
     """The column map that may read the answers, and what it maps.
 
-    A column with lists is no answer: it may hold several, with a list of scores beside it.
+    A column with lists is no answer: it may hold several, with a list of scores beside it. Nor is
+    one that describes the row.
     """
-    single = [name for name in account.unread if name not in account.lists]
+    single = [n for n in account.unread if n not in account.lists and not _is_about(n)]
     lists = [name for name in account.unread if name in account.lists]
     several = [name for name in lists if _is_like(name, _ANSWERS)]
     several.sort(key=lambda name: name not in LISTS)
@@ -105,6 +136,10 @@ def _map_of_answers(account: DatasetLedger, share: Share, labelled: bool) -> tup
         good, bad = _like(single, _GOOD, 0), _like(single, _BAD, 1)
         return f"chosen={good},rejected={bad}", "the answer's column"
     return f"completion={_like(single, _ANSWERS, 0)}", "the answer's column"
+
+
+def _is_about(name: str) -> bool:
+    return re.split(r"[^a-z]+", name.lower())[-1] in _ABOUT
 
 
 def _is_like(name: str, words: tuple[str, ...]) -> bool:

@@ -31,10 +31,28 @@ def ledger_of(path: Path, rows: list[dict[str, Any]]) -> Ledger:
             "prompt=question,completion=model_answer",
         ),
         (
-            {"prompt": "a", "rejected_response": "b", "chosen_response": "c"},
+            {"prompt": "a", "rejected_text": "b", "chosen_text": "c"},
             "pairs",
-            "columns rejected_response, chosen_response",
-            "chosen=chosen_response,rejected=rejected_response",
+            "columns rejected_text, chosen_text",
+            "chosen=chosen_text,rejected=rejected_text",
+        ),
+        (
+            {"prompt": "a", "chosen_model": "x", "chosen_text": "b", "rejected_text": "c"},
+            "pairs",
+            "columns chosen_model, chosen_text, rejected_text",
+            "chosen=chosen_text,rejected=rejected_text",
+        ),
+        (
+            {"prompt": "a", "data_source": "gsm8k", "ability": "math", "reward_model": {"b": "c"}},
+            "pairs",
+            "columns data_source, ability, reward_model",
+            "chosen=COLUMN,rejected=COLUMN",
+        ),
+        (
+            {"question": "a", "task_id": "7", "type": "algebra", "reply": "b"},
+            "texts",
+            "columns task_id, type, reply",
+            "prompt=question,completion=reply",
         ),
         (
             {"prompt": "p", "a": "1", "b": "2", "c": "3", "d": "4", "e": "5", "f": "6"},
@@ -139,6 +157,16 @@ def test_one_answer_and_what_was_said_of_it_are_no_pair(
 ) -> None:
     (told,) = why_none(ledger_of(tmp_path / "a.jsonl", [row]), "pairs", labelled=labelled)
     assert told.endswith(f"a.jsonl::{map_}")
+
+
+@pytest.mark.parametrize("share", ["texts", "pairs"])
+def test_steps_of_an_answer_are_not_taken_for_answers(share: Share, tmp_path: Path) -> None:
+    row = {"prompt": "a", "completions": ["b", "c"], "labels": [True, False]}
+    (told,) = why_none(ledger_of(tmp_path / "a.jsonl", [row, row]), share)
+    assert told == (
+        "All 2 usable rows of a are prompts with completions and labels, which judge an answer "
+        "step by step (process supervision): no stage learns from them"
+    )
 
 
 def test_rows_that_are_all_bad_name_the_commonest_cause(tmp_path: Path) -> None:
