@@ -26,7 +26,7 @@ COLUMNS = ("score", "rating", "stars", "overall_score", "helpfulness")
 ALONE = "graded or labelled, and no other answer to its prompt"
 TIED = "graded or labelled, and all answers to its prompt have the same grade"
 UNREAD_GRADE = "with a {} that is no finite number, not read as a grade"
-_MOST = 1e30
+MOST = 1e30
 """Squares and sums of such grades are finite."""
 _OF_A_PAIR = "with a grade beside two answers, not read"
 _SEVERAL = "{} may each be the grade, so none is: map one to grade"
@@ -40,7 +40,7 @@ def number_of(value: Any) -> float | None:
         number = float(value)
     except (ValueError, OverflowError):
         return None
-    return number if abs(number) <= _MOST else None
+    return number if abs(number) <= MOST else None
 
 
 def grade_columns(row: Row) -> list[str]:

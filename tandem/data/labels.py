@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import isfinite, nan
 from typing import Any
 
 from tandem.data.excerpt import describe
+from tandem.data.grades import MOST, number_of
 from tandem.data.rows import Row, RowProblem
 from tandem.types import Sample
 
@@ -52,17 +52,16 @@ def margin_of(row: Row) -> float:
     """How much better the chosen answer is, where the row has a column `margin`; else 0.
 
     Raises:
-        RowProblem: it is no finite number.
+        RowProblem: it is no finite number, or one whose loss would not be finite.
     """
     margin = row.get("margin")
     if margin is None or margin == "":
         return 0.0
-    try:
-        value = float("nan" if isinstance(margin, bool) else margin)
-    except (TypeError, ValueError):
-        value = nan
-    if not isfinite(value):
-        raise RowProblem("margin", describe(margin), "be a finite number")
+    value = None if isinstance(margin, bool) else number_of(margin)
+    if value is None:
+        is_large = isinstance(margin, int | float) and abs(margin) > MOST
+        rule = f"be at most {MOST:g} in size" if is_large else "be a finite number"
+        raise RowProblem("margin", describe(margin), rule)
     return value
 
 

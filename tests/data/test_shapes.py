@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -191,6 +192,9 @@ def test_columns_that_no_shape_reads_are_kept() -> None:
         ({"answers": ["4", "5"], "ranks": [3, 3]}, "differ for two answers at least; found 3 for"),
         ({"chosen": "4", "rejected": "5", "margin": "much"}, "margin must be a finite number; fou"),
         ({"chosen": "4", "rejected": "5", "margin": True}, "margin must be a finite number; found"),
+        ({"chosen": "4", "rejected": "5", "margin": math.nan}, "margin must be a finite number"),
+        ({"chosen": "4", "rejected": "5", "margin": 10**400}, "margin must be at most 1e+30 in s"),
+        ({"chosen": "4", "rejected": "5", "margin": -1e300}, "margin must be at most 1e+30 in s"),
     ],
 )
 def test_rankings_and_margins_that_cannot_be_used(row: dict[str, Any], problem: str) -> None:
