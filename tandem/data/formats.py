@@ -35,7 +35,10 @@ _LARGEST_JSON = 2 * 2**30
 _DEEPEST = 100
 """Levels within a row. Python's own limit depends on its version and on the call stack."""
 _NEST = f"nest at most {_DEEPEST} levels deep"
+_ARRAY = "A file that is one JSON array is named .json; in .jsonl each row is on a line of its own."
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+_INDEX = "Unnamed: 0"
+"""The first column of a CSV file that has no name: pandas writes its index so, and reads it as."""
 _PARQUET_ROWS = 64
 """Rows unpacked at a time, since dictionary encoding can expand enormously."""
 
@@ -115,6 +118,8 @@ def _read_cells(path: Path, dataset: str, on_blank: OnBlank, separator: str) -> 
             f"got {excerpt(header[0])}, separated by {_SEPARATORS[mark]}. {advice}, or save its "
             "rows as .jsonl."
         )
+    if len(header) > 1 and not header[0].strip() and _INDEX not in header:
+        header[0] = _INDEX
     if header:  # an empty file is refused by the caller
         _check_names(header, f"{visible(str(path))}:1")
     while True:
@@ -167,7 +172,7 @@ def read_parquet(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
                         else RawRow(row, source, is_of_table=True)
                     )
     except (arrow.ArrowException, OSError) as error:
-        found = visible(first_line(error))[:200]
+        found = visible(first_line(error))[:200].rstrip(".")
         raise DataError(
             f"{visible(str(path))} must be a whole Parquet file; got {found}. Write it again."
         ) from None
@@ -249,15 +254,16 @@ def _parse_row(text: str, source: Source) -> RawRow | BadRow:
     except RecursionError:
         return BadRow(source, "", excerpt(text), _NEST)
     except ValueError as error:
-        return BadRow(
-            source, "", f"{excerpt(text)} ({visible(str(error))})", "be one whole JSON object"
-        )
+        found = f"{excerpt(text)} ({visible(str(error))})"
+        advice = _ARRAY if text.strip() in ("[", "{", "[{") else ""
+        return BadRow(source, "", found, "be one whole JSON object", advice)
     return _checked_row(value, source)
 
 
 def _checked_row(value: Any, source: Source) -> RawRow | BadRow:
     if not isinstance(value, dict):
-        return BadRow(source, "", describe(value), "be one JSON object")
+        advice = _ARRAY if isinstance(value, list) else ""
+        return BadRow(source, "", describe(value), "be one JSON object", advice)
     if trouble := _trouble(value):
         return BadRow(source, "", *trouble)
     return RawRow(value, source)
@@ -277,6 +283,7 @@ def _row_list(value: Any, path: Path) -> list[Any]:
             f"{visible(str(path))} must be an array of rows, or an object with one; "
             f"got {describe(value)}. Save the rows one per line as .jsonl."
         )
+    _refuse_columns(value, path)
     if _LIST_COLUMNS & set(value):
         return [value]
     lists = {key: rows for key, rows in value.items() if isinstance(rows, list)}
@@ -288,6 +295,21 @@ def _row_list(value: Any, path: Path) -> list[Any]:
             "Save the one to train on as a separate file."
         )
     return next(iter(lists.values()))
+
+
+def _refuse_columns(value: dict[str, Any], path: Path) -> None:
+    """Refuse a table by its columns, each a list of texts or an object from row to cell."""
+    cells = list(value.values())
+    as_lists = len(cells) > 1 and all(
+        isinstance(c, list) and c and all(isinstance(t, str) for t in c) for c in cells
+    )
+    as_objects = all(isinstance(c, dict) and c and all(k.isdecimal() for k in c) for c in cells)
+    if value and (as_lists or as_objects) and len({len(c) for c in cells}) == 1:
+        raise DataError(
+            f"{visible(str(path))} must hold its data row by row; got column by column "
+            f"({names(value)}). In pandas, write it with to_json(path, orient='records', "
+            "lines=True), named .jsonl."
+        )
 
 
 def _csv_lines(path: Path, dataset: str, bad: list[BadRow]) -> Iterator[str]:

@@ -6,6 +6,7 @@ import csv as csv_module
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,6 +160,34 @@ def test_bad_csv_headers(content: bytes, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         csv(tmp_path, content)
     assert message in str(error.value)
+
+
+def test_the_index_that_pandas_writes_is_a_column(tmp_path: Path) -> None:
+    (row,) = csv(tmp_path, b",prompt\n0,Hi\n")
+    assert isinstance(row, RawRow)
+    assert row.columns == {"Unnamed: 0": "0", "prompt": "Hi"}
+    for header in (b",a,\n", b",Unnamed: 0\n"):
+        with pytest.raises(DataError, match="column names must be different and not blank"):
+            csv(tmp_path, header + b"1,2,3\n")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"prompt": {"0": "a", "1": "b"}, "answer": {"0": 1, "1": 2}},
+        {"prompt": ["a", "b"], "chosen": ["c", "d"], "rejected": ["e", "f"]},
+    ],
+)
+def test_a_table_by_its_columns_is_refused_with_the_way_out(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"must hold its data row by row; .* to_json.path, orient="):
+        json_file(tmp_path, json.dumps(value).encode())
+
+
+@pytest.mark.parametrize("line", [b"[", b"{", b'[{"text": "a"}]'])
+def test_json_that_is_no_row_per_line_is_told_its_name(line: bytes, tmp_path: Path) -> None:
+    (bad,) = jsonl(tmp_path, line)
+    assert isinstance(bad, BadRow)
+    assert bad.advice.startswith("A file that is one JSON array is named .json; ")
 
 
 def test_csv_places_are_those_of_the_file(tmp_path: Path) -> None:
