@@ -1,5 +1,5 @@
 """Conversations that are no lists of messages: exchanges (a question with its answer), and texts of
-which every second is the assistant's. They become lists of messages."""
+which every second is the assistant's; answers that are a list of calls. They become messages."""
 
 from __future__ import annotations
 
@@ -21,6 +21,17 @@ def with_messages(row: dict[str, Any]) -> dict[str, Any]:
     found = {name: _messages(value) for name, value in given.items()}
     made = {name: messages for name, messages in found.items() if messages}
     return {**row, **made} if made else row
+
+
+def called(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The assistant's turn that a list of calls in `answers` is, beside tools (xLAM); [] if it is
+    something else, or the row has an answer of its own."""
+    if row.get("tools") is None or row.get("completion") is not None:
+        return []
+    calls = json_list(row.get("answers")) or []
+    if not all(isinstance(c, Mapping) and c.keys() == {"name", "arguments"} for c in calls):
+        return []
+    return [{"role": "assistant", "content": None, "tool_calls": calls}] if calls else []
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:

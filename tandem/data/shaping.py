@@ -28,7 +28,7 @@ from tandem.data.answer_lists import with_nested
 from tandem.data.comparisons import Compared, named, read_compared
 from tandem.data.dialogs import instruction_context
 from tandem.data.excerpt import names
-from tandem.data.exchanges import with_messages
+from tandem.data.exchanges import called, with_messages
 from tandem.data.grades import read_grade
 from tandem.data.labels import is_labelled, is_verdict, margin_of, verdict
 from tandem.data.map_advice import unknown_shape
@@ -164,11 +164,11 @@ def _find(row: Row, columns: Mapping[str, str]) -> _Found:
         values = with_messages(with_lists(whole))
     shape = shape_of(values, columns)
     own = shape.name if shape is not None else ""
-    if pair := {} if columns else find_pair_names(values, own):
-        values = with_lists(values | {role: values[name] for role, name in pair.items()})
+    values, answers = (values, {}) if columns else _answers_by_other_names(values, own)
+    if "chosen" in answers:
         shape = shape_of(values, columns)
         own = shape.name if shape is not None else ""
-    aliases = {} if columns else find_aliases(values, own) | pair
+    aliases = {} if columns else find_aliases(values, own) | answers
     compared = _compared(values, columns, own, aliases)
     if compared is not None:
         values, columns, aliases = compared.row, compared.columns, dict(compared.prompt)
@@ -193,6 +193,17 @@ def _find(row: Row, columns: Mapping[str, str]) -> _Found:
         with _in_terms_of_the_row(columns):
             values["label"] = verdict(values["label"])
     return _Found(shape, values, columns, aliases, renamed, joined, compared)
+
+
+def _answers_by_other_names(
+    values: dict[str, Any], shape: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """A row with a pair under its roles or an answer of calls as a turn, and role to column."""
+    if pair := find_pair_names(values, shape):
+        return with_lists(values | {role: values[name] for role, name in pair.items()}), pair
+    if shape in ("", "prompt") and (turns := called(values)):
+        return {**values, "answers": turns}, {"completion": "answers"}
+    return values, {}
 
 
 def _in_lower_case(row: Row) -> dict[str, str]:

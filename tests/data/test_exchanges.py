@@ -68,3 +68,25 @@ def test_the_last_answer_may_be_missing() -> None:
 def test_what_may_say_more_is_refused(dialog: list[Any]) -> None:
     with pytest.raises(RowProblem):
         to_sample({"messages": dialog}, HERE)
+
+
+CALLS = [{"name": "add", "arguments": {"a": 2, "b": 2}}, {"name": "now", "arguments": {}}]
+TOOLS = [{"name": "add", "description": "", "parameters": {"a": {"type": "int"}}}]
+
+
+@pytest.mark.parametrize("ask", ["query", "prompt"])
+@pytest.mark.parametrize("dump", [json.dumps, list])
+def test_a_list_of_calls_beside_tools_is_an_answer(ask: str, dump: Any) -> None:
+    row = {"id": 1, ask: "2+2?", "answers": dump(CALLS), "tools": dump(TOOLS)}
+    found = to_sample(row, HERE)
+    answer = found.sample.chosen
+    assert isinstance(answer, Message)
+    assert (answer.content, json.loads(answer.tool_calls)) == ("", CALLS)
+    assert (found.sample.prompt, found.notes) == (BEFORE[2:], ())
+    assert found.sample.columns == {name: row[name] for name in ("id", "answers", "tools")}
+    asked = "prompt=query," if ask == "query" else ""
+    assert found.shape == f"completion with {asked}completion=answers"
+    for other in ({"tools": None}, {"answers": "[]"}, {"answers": [{"name": "add"}]}):
+        assert to_sample(row | other, HERE).sample.chosen is None
+    with pytest.raises(RowProblem, match=r"answers.*arguments must be a JSON object"):
+        to_sample(row | {"answers": [{"name": "add", "arguments": 4}]}, HERE)
