@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from tandem.data.aliases import says_something
 from tandem.data.answer_lists import (
@@ -89,6 +89,8 @@ def read_compared(
     if shape == "text":
         _refuse_message_of_a_tree(row, columns)
         return None
+    if shape == "prompt" and _is_tree(row["prompt"]):
+        _refuse_a_tree("a tree of messages (an object with text and replies)", "")
     if shape not in ("", "prompt", "ranked answers") or _TELLING.isdisjoint(row):
         return None
     mapped = MappedRow(row, columns)
@@ -137,13 +139,21 @@ def _texts(value: Any) -> list[Any]:
 def _refuse_message_of_a_tree(row: Row, columns: Mapping[str, str]) -> None:
     """OASST's rows: each is one message, and the answers to it are other rows."""
     if not columns and all(name in row for name in _MESSAGE_OF_A_TREE):
-        raise RowProblem(
-            "",
-            "one message of a tree (columns message_id, parent_id)",
-            "hold a whole conversation, or a prompt with its answers",
-            "First join each message with its replies into one row: prompt, answers, ranks. "
-            "::text=text reads each message as plain text.",
-        )
+        found = "one message of a tree (columns message_id, parent_id)"
+        _refuse_a_tree(found, " ::text=text reads each message as plain text.")
+
+
+def _is_tree(prompt: Any) -> bool:
+    return isinstance(prompt, Mapping) and {"text", "replies"} <= prompt.keys()
+
+
+def _refuse_a_tree(found: str, more: str) -> NoReturn:
+    raise RowProblem(
+        "",
+        found,
+        "hold a whole conversation, or a prompt with its answers",
+        f"First join each message with its replies into one row: prompt, answers, ranks.{more}",
+    )
 
 
 def _made(

@@ -1214,6 +1214,12 @@ def test_problems_speak_of_the_rows_own_columns(row: Row, told: str) -> None:
     assert told in problem(row)
 
 
+def test_a_tree_of_messages_is_told_what_to_do() -> None:
+    tree = {"text": "2+2?", "role": "prompter", "replies": [{"text": "4", "rank": 0}]}
+    with pytest.raises(RowProblem, match=r"a tree of messages .* First join each message"):
+        read({"message_tree_id": "x", "prompt": tree})
+
+
 def test_a_message_of_a_tree_can_still_be_read_as_text() -> None:
     row = {"message_id": "a", "parent_id": None, "role": "prompter", "text": "Hi"}
     assert read(row, text="text").sample.text == "Hi"
