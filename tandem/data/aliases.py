@@ -58,9 +58,20 @@ def with_lists(row: dict[str, Any]) -> dict[str, Any]:
     in_turns = any(map(is_conversation, asked.values()))
     given = [name for name in (*_PAIR, *_ANSWERS) if name in row]
     answers = {name: listed(row[name], name, may_be_text=not in_turns) for name in given}
+    if in_turns:
+        answers = {name: _one_message(value) for name, value in answers.items()}
     are_both = all(is_conversation(answers.get(name)) for name in _PAIR)
     taken = (*(_PAIR if are_both else ()), *(_ANSWERS if in_turns else ()))
     return {**row, **asked, **{name: answers[name] for name in taken if name in answers}}
+
+
+def _one_message(value: Any) -> Any:
+    """`value`, with one message of the assistant's that is saved as text as a list of it."""
+    if not isinstance(value, str) or not begins_like_turns(f"[{value}"):
+        return value
+    found = listed(f"[{value}]", "", may_be_text=True)
+    is_answer = is_conversation(found) and len(found) == 1 and first_role(found) == "assistant"
+    return found if is_answer else value
 
 
 def find_aliases(row: Row, shape: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -54,6 +55,12 @@ def test_llama_factorys_pairs() -> None:
     turn = {"from": "gpt", "value": "4"}
     row = {"conversations": SHAREGPT, "chosen": turn, "rejected": {**turn, "value": "5"}}
     assert parts(row) == ((USER,), "4", "5")
+    cells = {name: json.dumps(value) for name, value in row.items()}
+    assert parts(cells) == ((USER,), "4", "5")
+    # One of them alone, or beside a prompt in plain text, is JSON that a model is to write.
+    assert parts(cells | {"rejected": "5"})[1] == json.dumps(turn)
+    plain = {"prompt": "2+2?", "chosen": cells["chosen"], "rejected": cells["rejected"]}
+    assert parts(plain)[1] == json.dumps(turn)
     row = {"instruction": "Add", "input": "2 and 2", "chosen": "4", "rejected": "5"}
     assert parts(row) == ((Message("user", "Add\n\n2 and 2"),), "4", "5")
     row["history"] = [["Hi", "Yes?"]]
