@@ -9,6 +9,7 @@ from typing import Any
 
 from tandem.data.aliases import DIALOGS
 from tandem.data.answer_lists import json_list
+from tandem.data.tools import are_calls
 
 _KEYS = (("input", "output"), ("human", "assistant"))
 """Of a question and its answer, as Capybara and XTuner have them, and Firefly."""
@@ -28,10 +29,9 @@ def called(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     something else, or the row has an answer of its own."""
     if row.get("tools") is None or row.get("completion") is not None:
         return []
-    calls = json_list(row.get("answers")) or []
-    if not all(isinstance(c, Mapping) and c.keys() == {"name", "arguments"} for c in calls):
-        return []
-    return [{"role": "assistant", "content": None, "tool_calls": calls}] if calls else []
+    calls = json_list(row.get("answers"))
+    turn = {"role": "assistant", "content": None, "tool_calls": calls}
+    return [turn] if are_calls(calls) else []
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:

@@ -161,9 +161,18 @@ def without_nulls(row: Mapping[str, Any], tools: str = "tools") -> dict[str, Any
         tools: the column that lists the tools.
     """
     return {
-        name: _given(value) if name == tools else _with_given_calls(value)
+        name: _given(value)
+        if name == tools or (name == "answers" and are_calls(value))
+        else _with_given_calls(value)
         for name, value in row.items()
     }
+
+
+def are_calls(value: Any) -> bool:
+    """Whether a list has functions with their arguments only, as xLAM's `answers` does."""
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return all(isinstance(c, Mapping) and c.keys() == {"name", "arguments"} for c in value)
 
 
 def _with_given_calls(value: Any) -> Any:

@@ -9,6 +9,7 @@ import pytest
 
 from tandem.data.rows import RowProblem
 from tandem.data.shaping import to_sample
+from tandem.data.tools import without_nulls
 from tandem.types import Message, Source
 
 HERE = Source("set", "set.jsonl", 3)
@@ -90,3 +91,15 @@ def test_a_list_of_calls_beside_tools_is_an_answer(ask: str, dump: Any) -> None:
         assert to_sample(row | other, HERE).sample.chosen is None
     with pytest.raises(RowProblem, match=r"answers.*arguments must be a JSON object"):
         to_sample(row | {"answers": [{"name": "add", "arguments": 4}]}, HERE)
+
+
+def test_calls_of_a_table_have_the_arguments_that_were_given() -> None:
+    calls = [
+        {"name": "add", "arguments": {"a": 2, "b": 2, "zone": None}},
+        {"name": "now", "arguments": {"a": None, "b": None, "zone": "CET"}},
+    ]
+    row = {"query": "2+2?", "answers": calls, "tools": TOOLS}
+    answer = to_sample(without_nulls(row), HERE).sample.chosen
+    assert isinstance(answer, Message)
+    given = [call["arguments"] for call in json.loads(answer.tool_calls)]
+    assert given == [{"a": 2, "b": 2}, {"zone": "CET"}]
