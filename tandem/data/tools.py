@@ -160,12 +160,16 @@ def without_nulls(row: Mapping[str, Any], tools: str = "tools") -> dict[str, Any
     Args:
         tools: the column that lists the tools.
     """
-    return {
-        name: _given(value)
-        if name == tools or (name == "answers" and are_calls(value))
-        else _with_given_calls(value)
-        for name, value in row.items()
-    }
+    return {name: _as_written(name, value, tools) for name, value in row.items()}
+
+
+def _as_written(name: str, value: Any, tools: str) -> Any:
+    if name == tools or (name == "answers" and are_calls(value)):
+        return _given(value)
+    found = _with_given_calls(value)
+    if name == "input" and isinstance(found, dict) and "tools" in found:  # OpenAI's pairs
+        return {**found, "tools": _given(found["tools"])}
+    return found
 
 
 def are_calls(value: Any) -> bool:

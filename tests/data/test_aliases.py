@@ -9,6 +9,7 @@ import pytest
 
 from tandem.data.rows import RowProblem
 from tandem.data.shaping import to_sample
+from tandem.data.tools import without_nulls
 from tandem.types import Message, Sample, Source
 
 HERE = Source("set", "set.jsonl", 3)
@@ -100,13 +101,17 @@ def test_a_pair_by_other_names(good: str, bad: str) -> None:
 
 
 def test_openais_pairs_have_their_prompt_in_input() -> None:
-    tools = [{"type": "function", "function": {"name": "add"}}]
+    tools: list[dict[str, Any]] = [{"type": "function", "function": {"name": "add"}}]
     asked = {"messages": ASK, "tools": tools, "parallel_tool_calls": True}
     found = to_sample(
         {"input": asked, "preferred_output": [GOOD], "non_preferred_output": [BAD]}, HERE
     )
     assert (found.sample.prompt, found.sample.chosen, found.sample.rejected) == ((USER,), "4", "5")
     assert "add" in found.sample.tools
+    tools[0]["strict"] = None  # as in a table in which another row's tools have it
+    pair = {"preferred_output": [GOOD], "non_preferred_output": [BAD]}
+    of_table = without_nulls({"input": asked, **pair})
+    assert to_sample(of_table, HERE).sample.tools == found.sample.tools
     assert (found.sample.columns, found.notes) == ({}, ())
 
 
