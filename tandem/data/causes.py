@@ -7,6 +7,7 @@ import re
 
 from tandem.config.stages import Share
 from tandem.data.answer_lists import LISTS
+from tandem.data.grades import ALONE
 from tandem.data.ledger import DatasetLedger, Ledger
 from tandem.data.mapped_row import FOUND_BESIDE
 from tandem.data.two_answers import pair_of_names
@@ -56,7 +57,19 @@ def why_none(ledger: Ledger, share: Share, *, labelled: bool = False) -> list[st
             found.append(_all_bad(account))
         elif share != "prompts" and _are_prompts_alone(account) and account.unread:
             found.append(_prompts_alone(account, share, labelled))
+        elif labelled and any(reason.startswith(ALONE) for reason in account.unused):
+            found.append(_graded_alone(account))
     return found
+
+
+def _graded_alone(account: DatasetLedger) -> str:
+    shape = account.shapes.most_common(1)[0][0].partition(" with ")[2] or "grade=grade"
+    columns = visible(re.sub(r"\bgrade=", "label=", shape))
+    return (
+        f"Answers of {visible(account.name)} are graded, and have no other answer to their prompt "
+        "to be better or worse than. Where 1 says good and 0 bad, map the grade to label, as in "
+        f"{visible(account.path)}::{columns}"
+    )
 
 
 def _all_bad(account: DatasetLedger) -> str:

@@ -159,6 +159,29 @@ def test_one_answer_and_what_was_said_of_it_are_no_pair(
     assert told.endswith(f"a.jsonl::{map_}")
 
 
+@pytest.mark.parametrize(
+    ("row", "map_"),
+    [
+        ({"prompt": "a", "completion": "b", "grade": 1}, "label=grade"),
+        ({"prompt": "a", "response": "b", "score": 1}, "completion=response,label=score"),
+        (
+            {"instruction": "a", "response": "b", "score": 1},
+            "prompt=instruction,completion=response,label=score",
+        ),
+    ],
+)
+def test_a_grade_alone_may_be_a_label(row: dict[str, Any], map_: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    data = DataConfig(heldout=0.0)
+    ledger = load_data(data, [str(path)], seed=1, stages=["kto"]).ledger
+    (told,) = why_none(ledger, "pairs", labelled=True)
+    assert told.endswith(f"map the grade to label, as in {path}::{map_}")
+    assert why_none(ledger, "pairs") == []
+    (labelled,) = load_data(data, [f"{path}::{map_}"], seed=1, stages=["kto"]).pairs
+    assert (labelled.chosen, labelled.label) == ("b", True)
+
+
 @pytest.mark.parametrize("share", ["texts", "pairs"])
 def test_steps_of_an_answer_are_not_taken_for_answers(share: Share, tmp_path: Path) -> None:
     row = {"prompt": "a", "completions": ["b", "c"], "labels": [True, False]}
