@@ -5,6 +5,7 @@ Formats are listed in docs/data.md. `read_rows` reads them all.
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -229,6 +230,11 @@ def _require_hub_name(part: Part, path: Path) -> None:
         raise DataError(
             f"data set {visible(part.text)} must be an existing file or folder; got a link to "
             f"{visible(os.readlink(path))}, which does not exist. Mend the link."
+        )
+    if glob.has_magic(part.base):
+        raise DataError(
+            f"data set {visible(part.text)} must be one file or folder; got a pattern. Give the "
+            "folder, or write the pattern without quotes: the shell makes the files' names of it."
         )
     near = _nearest(path, part.base)
     if near or not looks_like_hub_name(part.base):

@@ -115,6 +115,15 @@ def test_column_maps_are_checked(items: list[str], message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("pattern", ["*.jsonl", "part-?.jsonl", "part-[01].jsonl"])
+def test_a_pattern_is_left_to_the_shell(pattern: str, tmp_path: Path) -> None:
+    (tmp_path / "part-0.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(DataError, match=r"got a pattern\. Give the folder, or write the pattern w"):
+        columns_of(str(tmp_path / pattern))
+    (tmp_path / pattern).write_text('{"text": "b"}\n')  # the name of a file that is there
+    assert columns_of(str(tmp_path / pattern)) == [{"text": "b"}]
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no.jsonl must be an existing file or folder"):
         list(read_rows(parse_spec(str(tmp_path / "no.jsonl"))))
