@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tandem.data.aliases import CONTEXTS, says_something
+from tandem.data.aliases import says_something
 from tandem.data.answer_lists import lists_of_numbers
 from tandem.data.thoughts import FIELDS
 from tandem.data.turns import Turns, first_role
 
-_OF_A_PROMPT = (*CONTEXTS, "history", "system", "system_prompt")
+_OF_A_PROMPT = ("input", "context", "history", "system", "system_prompt")
 _LOST = {
     "functions": "the model sees no list of tools",
     "chat_template_kwargs": "the chat template is called without them",

@@ -204,6 +204,12 @@ def test_a_solution_is_learned_and_the_answer_kept() -> None:
     assert found.columns == {"solution": "2+2 is 4.", "answer": "4"}
 
 
+def test_inputs_of_tests_are_no_part_of_a_prompt() -> None:
+    row = {"question": "Add two numbers.", "inputs": ["1 2\n"], "outputs": ["3\n"]}
+    found = to_sample(row, HERE)
+    assert (found.sample.prompt, found.notes) == ((Message("user", "Add two numbers."),), ())
+
+
 @pytest.mark.parametrize("ask", ["question", "problem", "prompt"])
 @pytest.mark.parametrize("answer", [4, 4.5, True, {"value": "4", "aliases": ["four"]}, ["4"]])
 def test_an_answer_that_is_no_text_is_for_reward_functions(ask: str, answer: Any) -> None:
