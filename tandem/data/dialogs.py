@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from typing import Any
 
 from tandem.data.excerpt import describe, excerpt
@@ -43,13 +45,17 @@ def instruction_context(row: Row) -> str:
 
 
 def history_turns(pairs: Any) -> Turns:
-    """The turns of LLaMA-Factory's column `history`: [instruction, answer] pairs, or nothing.
+    """The turns of LLaMA-Factory's column `history`: [instruction, answer] pairs, or their JSON
+    text, or nothing.
 
     Raises:
         RowProblem: it is something else.
     """
     if pairs is None or pairs == "":  # an empty CSV cell
         return ()
+    if isinstance(pairs, str):
+        with suppress(ValueError, RecursionError):
+            pairs = json.loads(pairs)
     if not isinstance(pairs, list | tuple):
         raise RowProblem("history", describe(pairs), "be a list of [instruction, answer] pairs")
     turns: list[Message] = []

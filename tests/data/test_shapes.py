@@ -470,6 +470,7 @@ def test_an_alpaca_rows_history_is_the_turns_before_it() -> None:
     assert (found.chosen, found.columns) == ("6", {})
     for none in (None, [], ""):
         assert len(sample(row | {"history": none}).prompt) == 2
+    assert sample(row | {"history": '[["2+2?", "4"]]'}).prompt == sample(row).prompt
 
 
 @pytest.mark.parametrize("history", ["2+2?", [["2+2?"]], [["a", None]], [["a", " "]], [{}], 3])
