@@ -1,8 +1,6 @@
 """The bodies of completion requests: every field read, checked or refused by name.
 
-Fields that change nothing here (`user`, `metadata`) are ignored; fields that would change the
-answer and are not supported are refused, because an answer that silently differs is worse than
-none.
+Fields that change nothing here (`user`, `metadata`) are ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from tandem.data import tools
 from tandem.data.rows import RowProblem
 from tandem.data.thoughts import FIELDS, in_content
 from tandem.data.turns import thoughts_of
-from tandem.serve import fields
+from tandem.serve import fields, unsupported
 from tandem.serve.api_errors import ApiError
 from tandem.serve.greedy import as_drawn
 from tandem.types import Message, Role
@@ -27,21 +25,6 @@ _MOST_STOPS = 16
 EXTRAS = ("reward", "kl", "token_kl", "values", "seed")
 """What a request may ask for in `tandem`."""
 Prompt = str | tuple[int, ...]
-UNSUPPORTED_CHAT = ("functions", "audio", "prediction", "web_search_options", "grammar",
-                     "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-                     "structured_outputs", "chat_template", "chat_template_kwargs",
-                     "continue_final_message", "documents", "verbosity", "echo")  # fmt: skip
-UNSUPPORTED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar",
-                "structured_outputs", "use_beam_search", "prompt_embeds", "mirostat",
-                "xtc_probability", "dry_multiplier", "bad_words", "allowed_token_ids",
-                "stop_token_ids", "include_stop_str_in_output", "truncate_prompt_tokens",
-                "samplers", "skip_special_tokens")  # fmt: skip
-NEUTRAL: dict[str, tuple[float | bool, ...]] = {
-    "add_special_tokens": (True,), "add_generation_prompt": (True,), "n_predict": (-1,),
-    "repeat_penalty": (1,), "length_penalty": (1,), "typical_p": (1,), "tfs_z": (1,), "top_a": (0,),
-    "top_n_sigma": (-1,), "dynatemp_range": (0,),
-}  # fmt: skip
-"""Fields of other servers that are not supported, and the values with which they change nothing."""
 PARTS = ("text", "input_text", "refusal")
 
 
@@ -74,8 +57,8 @@ def read_chat(body: Mapping[str, Any]) -> tuple[list[Message], str, Wanted]:
     Raises:
         ApiError: a field is wrong, or not supported.
     """
-    _refuse(body, (*UNSUPPORTED, *UNSUPPORTED_CHAT))
-    _refuse_other_answers(body)
+    unsupported.refuse(body, (*unsupported.BOTH, *unsupported.CHAT), unsupported.OF_CHAT)
+    unsupported.refuse_other_answers(body)
     turns = read_messages(body.get("messages"))
     listed = "" if body.get("tool_choice") == "none" else read_tools(body)
     top = fields.integer(body, "top_logprobs", 0, 0, 20) or 0
@@ -94,13 +77,11 @@ def read_completion(body: Mapping[str, Any]) -> tuple[list[Prompt], Wanted]:
     Raises:
         ApiError: a field is wrong, or not supported.
     """
-    _refuse(body, UNSUPPORTED)
-    if body.get("suffix"):
-        raise _unsupported("suffix", body["suffix"])
+    unsupported.refuse(body, (*unsupported.BOTH, "suffix"), unsupported.OF_COMPLETION)
     best_of = fields.integer(body, "best_of", None, 1, MOST_CHOICES)
     if best_of is not None and best_of != (fields.integer(body, "n", 1, 1, MOST_CHOICES) or 1):
         raise fields.wrong("best_of", "equal n: answers are not ranked", best_of)
-    _check_format(body)
+    unsupported.check_format(body)
     logprobs = body.get("logprobs")
     if isinstance(logprobs, bool):
         logprobs = 0 if logprobs else None
@@ -358,42 +339,3 @@ def read_extras(value: Any) -> frozenset[str]:
             "tandem", f"be {{NAME: true}} or a list of names, of {', '.join(EXTRAS)}", value
         )
     return frozenset(names)
-
-
-def _refuse(body: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    for name in names:
-        if body.get(name):
-            raise _unsupported(name, body[name])
-    for name, neutral in NEUTRAL.items():
-        if body.get(name) is not None and body[name] not in neutral:
-            raise _unsupported(name, body[name])
-
-
-def _refuse_other_answers(body: Mapping[str, Any]) -> None:
-    """Refuse what asks for an answer of another form than text."""
-    if body.get("tool_choice") not in (None, "none", "auto"):
-        raise _unsupported("tool_choice", body["tool_choice"])
-    if body.get("parallel_tool_calls") is False and body.get("tools"):
-        raise _unsupported("parallel_tool_calls", body["parallel_tool_calls"])
-    if body.get("function_call") not in (None, "none", "auto"):
-        raise _unsupported("function_call", body["function_call"])
-    modalities = body.get("modalities")
-    if modalities not in (None, [], ["text"]):
-        raise _unsupported("modalities", modalities)
-    if body.get("reasoning_effort") not in (None, "none"):
-        raise _unsupported("reasoning_effort", body["reasoning_effort"])
-    _check_format(body)
-
-
-def _check_format(body: Mapping[str, Any]) -> None:
-    found = body.get("response_format")
-    if found is not None and not (isinstance(found, dict) and found.get("type") == "text"):
-        raise _unsupported("response_format", found)
-
-
-def _unsupported(name: str, value: Any) -> ApiError:
-    return ApiError(
-        f"{name} is not supported by this server; got {fields.shown(value)}. Remove it.",
-        name,
-        code="unsupported_parameter",
-    )

@@ -1,17 +1,17 @@
 """The server's routes as an OpenAPI 3.1 document, from the limits that the readers of bodies use.
 
-Fields that the document does not name are ignored, so no object here is closed unless its reader
-refuses what it does not know.
+Fields that the document does not name are ignored, unless they look like a mistyped one, so no
+object here is closed unless its reader refuses what it does not know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import get_args
 
 from tandem.data.thoughts import FIELDS
-from tandem.serve import bodies, votes
+from tandem.serve import bodies, unsupported, votes
 from tandem.serve.run_views import SORTS
 from tandem.serve.schemas import (
     Json,
@@ -53,7 +53,8 @@ def document(models: Iterable[str]) -> Json:
             "title": "Tandem",
             "version": _version(),
             "description": "OpenAI's API over the models of a run. Unknown fields are ignored; "
-            "fields that would change the answer and are not supported are refused by name.",
+            "fields that would change the answer and are not supported are refused by name, and so "
+            "are names that look like a mistyped field.",
         },
         "paths": {**_model_paths(), **_vote_paths(), **_run_paths(), **_plain_paths()},
         "components": {
@@ -188,10 +189,11 @@ def _requests(models: list[str]) -> Json:
         "model": model,
         "tandem": _extras(),
         **_sampling(),
-        **_refused(bodies.UNSUPPORTED),
+        **_refused(unsupported.BOTH),
         **_neutral(),
     }
-    refused = _refused(bodies.UNSUPPORTED_CHAT)
+    refused = _refused(unsupported.CHAT)
+    not_told = {**_refused(unsupported.TEMPLATE), **_neutral(unsupported.NEUTRAL_TOKENIZE)}
     kinds = {"function": "object", "name": "string", "type": "string"}
     tool = {"anyOf": [object_of({name: {"type": kind}}, name) for name, kind in kinds.items()]}
     tools = {"type": ["array", "null"], "items": tool}
@@ -218,14 +220,15 @@ def _requests(models: list[str]) -> Json:
         ),
         "ScoreRequest": object_of(
             {"messages": {**turns, "minItems": 2}, "tools": tools, "model": model,
-             "tandem": _extras()},
+             "tandem": _extras(), **_refused(unsupported.TEMPLATE)},
             "messages",
         ),
         "TokenizeRequest": {
             "anyOf": [
-                *(object_of({"model": model, name: text, "add_special_tokens": flag()}, name)
-                  for name in ("prompt", "content")),
-                object_of({"model": model, "messages": turns, "tools": tools}, "messages"),
+                *(object_of({"model": model, name: text, "add_special_tokens": flag(), **not_told},
+                            name) for name in ("prompt", "content")),
+                object_of({"model": model, "messages": turns, "tools": tools, **not_told},
+                          "messages"),
             ]
         },
         "DetokenizeRequest": object_of({"model": model, "tokens": ids}, "tokens"),
@@ -369,8 +372,8 @@ def _refused(names: tuple[str, ...]) -> Json:
     return {name: ref("NotSupported") for name in names}
 
 
-def _neutral() -> Json:
-    return {name: {"enum": [*values, None]} for name, values in bodies.NEUTRAL.items()}
+def _neutral(fields: Mapping[str, Sequence[float | bool]] = unsupported.NEUTRAL) -> Json:
+    return {name: {"enum": [*values, None]} for name, values in fields.items()}
 
 
 def _format() -> Json:

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from tandem.errors import DataError
 from tandem.process import resident_bytes
-from tandem.serve import fields
+from tandem.serve import fields, unsupported
 from tandem.serve.answering import (
     Answering,
     Prepared,
@@ -134,6 +134,7 @@ class Api:
         return EventStream(_chunks(answering, shape), release)
 
     async def _score(self, request: Request, body: dict[str, Any]) -> Response:
+        unsupported.refuse(body, unsupported.TEMPLATE, unsupported.OF_SCORE, {})
         messages = read_messages(body.get("messages"))
         if messages[-1].role != "assistant" or len(messages) < 2:
             raise ApiError(
@@ -199,6 +200,8 @@ class Api:
         }
 
     async def _tokenize(self, request: Request, body: dict[str, Any]) -> Response:
+        read, neutral = unsupported.OF_TOKENIZE, unsupported.NEUTRAL_TOKENIZE
+        unsupported.refuse(body, unsupported.TEMPLATE, read, neutral)
         loaded = await self._service.policy(fields.text(body, "model", most=500))
         if body.get("messages") is not None:
             messages, tools = read_messages(body["messages"]), read_tools(body)

@@ -138,6 +138,7 @@ def test_what_means_nothing_changes_nothing(client: TestClient) -> None:
         {"add_special_tokens": True}, {"repeat_penalty": 1.0}, {"cache_prompt": True},
         {"stream_options": None}, {"metadata": {"a": "b"}}, {"reasoning_effort": "none"},
         {"extra_headers": {}}, {"ignore_eos": False}, {"skip_special_tokens": False},
+        {"max_token": None}, {"do_sample": True}, {"prompt_cache_key": "a"}, {"maximum": 9},
     ):  # fmt: skip
         assert said(client, **nothing) == plain, nothing
 
@@ -149,7 +150,9 @@ def test_what_means_nothing_changes_nothing(client: TestClient) -> None:
         {"add_special_tokens": False}, {"truncate_prompt_tokens": 3}, {"samplers": ["top_k"]},
         {"include_stop_str_in_output": True}, {"skip_special_tokens": True}, {"mirostat": 2},
         {"add_generation_prompt": False}, {"stop_token_ids": [3]}, {"reasoning_effort": "high"},
-        {"function_call": "f"}, {"modalities": ["audio"]},
+        {"function_call": "f"}, {"modalities": ["audio"]}, {"prompt_logprobs": 1},
+        {"do_sample": False}, {"max_new_tokens": 3}, {"enable_thinking": False}, {"best_of": 2},
+        {"extra_body": {"top_k": 1}}, {"regex": "a+"}, {"stop_sequences": ["a"]},
     ],
 )  # fmt: skip
 def test_what_is_not_done_is_refused_by_its_name(client: TestClient, field: dict[str, Any]) -> None:

@@ -103,6 +103,40 @@ def test_a_body_that_is_no_object(client: TestClient, content: bytes) -> None:
     check_error(answer.json(), None)
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "meant"),
+    [
+        (CHAT, "max_token", "max_tokens"), (CHAT, "temprature", "temperature"),
+        (CHAT, "logits_bias", "logit_bias"), (CHAT, "topLogprobs", "top_logprobs"),
+        (CHAT, "tool", "tools"), (TEXT, "top-p", "top_p"), (TEXT, "prompts", "prompt"),
+        ("/tokenize", "add_special_token", "add_special_tokens"), ("/v1/score", "tool", "tools"),
+    ],
+)  # fmt: skip
+def test_a_mistyped_field_is_answered_with_the_one_that_is_meant(
+    client: TestClient, path: str, name: str, meant: str
+) -> None:
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    body = (
+        ask() if path == CHAT else {"prompt": "a"} if path != "/v1/score" else {"messages": turns}
+    )
+    assert client.post(path, json=body).status_code == 200
+    answer = client.post(path, json={**body, name: 1})
+    assert answer.status_code == 400
+    check_error(answer.json(), name)
+    assert answer.json()["error"]["message"].endswith(f"Did you mean {meant}?")
+
+
+def test_turns_are_not_counted_or_scored_otherwise_than_was_asked_for(client: TestClient) -> None:
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    for path, name, value in (
+        ("/tokenize", "add_generation_prompt", False), ("/tokenize", "with_pieces", True),
+        ("/tokenize", "chat_template", "{{ x }}"), ("/v1/score", "chat_template_kwargs", {"a": 1}),
+    ):  # fmt: skip
+        answer = client.post(path, json={"messages": turns, name: value})
+        assert answer.status_code == 400
+        check_error(answer.json(), name)
+
+
 def test_harmless_fields_are_ignored(client: TestClient) -> None:
     plain = client.post(CHAT, json=ask()).json()["choices"]
     more = {"user": "ann", "metadata": {}, "store": True, "service_tier": "auto", "tools": [],
