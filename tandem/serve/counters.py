@@ -47,23 +47,28 @@ class Counters:
             for name, counts in sorted(self._counts.items()):
                 lines += _head(name, self._help[name], "counter")
                 for key, amount in sorted(counts.items()):
-                    lines.append(f"{_PREFIX}{name}{_labels(dict(key))} {amount:g}")
+                    lines.append(f"{_PREFIX}{name}{_labels(dict(key))} {_number(amount)}")
             for name, (buckets, total) in sorted(self._histograms.items()):
                 lines += _head(name, self._help[name], "histogram")
                 for count, border in zip(buckets, (*map(str, _SECONDS), "+Inf"), strict=True):
                     lines.append(f"{_PREFIX}{name}_bucket{_labels({'le': border})} {count}")
-                lines.append(f"{_PREFIX}{name}_sum {total:g}")
+                lines.append(f"{_PREFIX}{name}_sum {_number(total)}")
                 lines.append(f"{_PREFIX}{name}_count {buckets[-1]}")
         for name, (about, values) in gauges.items():
             lines += _head(name, about, "gauge")
             for model, value in values.items():
                 labels = {"model": model} if model else {}
-                lines.append(f"{_PREFIX}{name}{_labels(labels)} {value:g}")
+                lines.append(f"{_PREFIX}{name}{_labels(labels)} {_number(value)}")
         return "\n".join(lines) + "\n"
 
 
 def _head(name: str, about: str, kind: str) -> list[str]:
     return [f"# HELP {_PREFIX}{name} {about}", f"# TYPE {_PREFIX}{name} {kind}"]
+
+
+def _number(value: float) -> str:
+    """All digits: a rate is the difference of two large counts."""
+    return str(int(value)) if value == int(value) else repr(value)
 
 
 def _labels(labels: Mapping[str, str]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tandem.serve.counters import Counters
 from tests.serve.serving import TestClient, ask, serving
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -241,6 +242,17 @@ def test_a_key_is_asked_for_and_other_sites_may_be_allowed(served_run: Any) -> N
         assert preflight.headers["access-control-allow-origin"] == allowed
         answer = client.get("/v1/models", headers={**right, "origin": allowed})
         assert answer.headers["access-control-allow-origin"] == allowed
+
+
+def test_counts_have_all_their_digits() -> None:
+    counters = Counters()
+    counters.add("tokens_total", "Tokens.", 1_234_567)
+    counters.add("tokens_total", "Tokens.", 1)
+    counters.observe("wait_seconds", "Waits.", 1_234_567.25)
+    page = counters.page({"resident_bytes": ("Memory.", {"": 422_965_231})})
+    for line in ("tandem_tokens_total 1234568", "tandem_resident_bytes 422965231",
+                 "tandem_wait_seconds_sum 1234567.25"):  # fmt: skip
+        assert line in page.splitlines()
 
 
 def test_metrics_are_prometheus_text(client: TestClient) -> None:
