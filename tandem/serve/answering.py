@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -228,24 +228,27 @@ class Answering:
             for choice in self.choices:
                 yield Step(choice, choice.prompt.text, 0)
         left = len(self.choices)
-        async with aclosing(self._events()) as events:
-            async for choice, progress in events:
-                if is_first:
-                    is_first = False
-                    self._observe_first(time.monotonic() - begun)
-                if progress.error is not None:
-                    raise progress.error
-                first = len(choice.logprobs)
-                choice.text += progress.text
-                choice.token_ids += progress.token_ids
-                choice.logprobs += progress.logprobs
-                choice.stop_token = progress.stop_token
-                if progress.finish:
-                    self._ended(choice, progress)
-                    left -= 1
-                yield Step(choice, progress.text, first)
-                if not left:
-                    return
+        try:
+            async with aclosing(self._events()) as events:
+                async for choice, progress in events:
+                    if is_first:
+                        is_first = False
+                        self._observe_first(time.monotonic() - begun)
+                    if progress.error is not None:
+                        raise progress.error
+                    first = len(choice.logprobs)
+                    choice.text += progress.text
+                    choice.token_ids += progress.token_ids
+                    choice.logprobs += progress.logprobs
+                    choice.stop_token = progress.stop_token
+                    if progress.finish:
+                        self._ended(choice, progress)
+                        left -= 1
+                    yield Step(choice, progress.text, first)
+                    if not left:
+                        return
+        finally:  # an answer that is given up was computed, too
+            self._count_tokens(choice for choice in self.choices if not choice.finish)
 
     async def finish(self) -> None:
         """Wait until all choices have ended.
@@ -325,7 +328,7 @@ class Answering:
     def _ended(self, choice: Choice, progress: Progress) -> None:
         counters, extras = self._service.counters, self.wanted.extras
         counters.add("answers_total", "Answers given.", finish=progress.finish)
-        counters.add("completion_tokens_total", "Tokens drawn.", len(choice.drawn))
+        self._count_tokens([choice])
         choice.finish = progress.finish
         asked = choice.prompt
         if asked.tools:
@@ -334,6 +337,10 @@ class Answering:
         if extras:
             seed = {"seed": self.wanted.seed} if "seed" in extras else {}
             choice.extras = seed | finite(progress.judged or {})
+
+    def _count_tokens(self, choices: Iterable[Choice]) -> None:
+        drawn = sum(len(choice.drawn) for choice in choices)
+        self._service.counters.add("completion_tokens_total", "Tokens drawn.", drawn)
 
     def _observe_first(self, seconds: float) -> None:
         about = "Time from a request to its first token."

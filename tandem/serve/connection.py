@@ -89,22 +89,26 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncIterator[dict[str, Any]], release: Callable[[], Awaitable[None]]
+        self,
+        events: AsyncIterator[dict[str, Any]],
+        release: Callable[[], Awaitable[None]],
+        on_gone: Callable[[], None] = lambda: None,
     ) -> None:
-        """`release`: called once at the end, however it comes."""
+        """`release`: called once at the end, however it comes. `on_gone`: before it, where the
+        client left before the end."""
         super().__init__(
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
             media_type=self.media_type,
         )
         del self.headers["content-length"]
-        self._events, self._release = events, release
+        self._events, self._release, self._on_gone = events, release, on_gone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send them."""
         try:
             await unless_gone(receive, self._send_all(send))
         except (ClientGoneError, OSError):
-            pass
+            self._on_gone()
         except asyncio.CancelledError:  # the server ends and waits no longer
             with suppress(asyncio.CancelledError):
                 text = f"data: {json_text(server_ends().body())}\n\ndata: [DONE]\n\n"

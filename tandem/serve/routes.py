@@ -83,7 +83,7 @@ class Api:
                 body = await read_body(request, service.settings.max_body_bytes)
                 return await run(request, body)
             except ClientGoneError:
-                service.counters.add("gone_total", "Clients that left before their answer.")
+                self._count_gone()
                 return Response(status_code=499)
 
         return handle
@@ -131,7 +131,11 @@ class Api:
         async def release() -> None:
             kept.close()
 
-        return EventStream(_chunks(answering, shape), release)
+        return EventStream(_chunks(answering, shape), release, self._count_gone)
+
+    def _count_gone(self) -> None:
+        about = "Clients that left before the end of their answer."
+        self._service.counters.add("gone_total", about)
 
     async def _score(self, request: Request, body: dict[str, Any]) -> Response:
         unsupported.refuse(body, unsupported.TEMPLATE, unsupported.OF_SCORE, {})

@@ -56,6 +56,29 @@ def test_a_client_that_leaves_frees_its_slot(server: Running, stream: bool, way:
         until(server.is_free)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_counted_with_what_was_drawn_for_it(
+    server: Running, stream: bool
+) -> None:
+    def count(name: str) -> float:
+        page = server.service.counters.page({})
+        found = [line for line in page.splitlines() if line.startswith(f"tandem_{name} ")]
+        return float(found[0].rpartition(" ")[2]) if found else 0
+
+    def is_counted() -> bool:
+        """Whether it is; the server may have been done before the client left."""
+        with closing(server.send(endless(stream=stream, n=3))) as connection:
+            seen = b""
+            while stream and seen.count(b"data: ") < 6:  # three openings come before any token
+                seen += connection.recv(1000)
+        until(server.is_free)
+        return count("gone_total") > gone
+
+    gone, drawn = count("gone_total"), count("completion_tokens_total")
+    until(is_counted)
+    assert count("completion_tokens_total") > drawn or not stream
+
+
 def test_a_full_queue_is_told_with_a_time_and_frees_again(server: Running) -> None:
     waiting = [server.send(endless(n=2, stream=True, seed=i)) for i in range(4)]
     until(lambda: server.service.outstanding == 8)
