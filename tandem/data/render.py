@@ -180,6 +180,7 @@ class Renderer:
         source: Source,
         last_turn_only: bool = False,
         tools: str | Sequence[Mapping[str, Any]] = "",
+        goes_on: bool = False,
     ) -> TokenRow:
         """`messages` with `answer` as the assistant's last turn; ends right after its terminator.
 
@@ -189,6 +190,7 @@ class Renderer:
             tools: as for `prompt`.
             last_turn_only: response_mask holds on the answer alone (pairs of answers), instead of
                 on every assistant turn that is `learned`. Terminators are included in both cases.
+            goes_on: the answer is only the beginning of one; it ends with its text.
         Raises:
             DataError: there is no turn, or the template or the tokenizer refuses one.
             ModelError: the template does not show which tokens are the assistant's.
@@ -200,8 +202,10 @@ class Renderer:
             before = self._before_answer(template, tuple(cut[:-1]), mark, where, not last_turn_only)
             turns, text = template.text([*before.turns, cut[-1]], mark, where, answered=True)
             last = template.answer(turns, text, before.text, where)
+        if goes_on:
+            last = replace(last, text=last.text.removesuffix(template.trail))
         prompt_ids = before.ids
-        answer_ids, answer_mask = self._encode([last], mark, where)
+        answer_ids, answer_mask = self._encode([last], mark, where, ends=not goes_on)
         mask = ([False] * len(prompt_ids) if last_turn_only else before.mask) + answer_mask
         mask[0] = False  # Nothing precedes index 0 to predict it from.
         return TokenRow(tuple(prompt_ids + answer_ids), tuple(mask), source)
@@ -261,18 +265,18 @@ class Renderer:
         ids = (*self._document_prefix, *body, self._eos_id)
         return TokenRow(ids, (False, *[True] * (len(ids) - 1)), source)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], begins: bool = True) -> str:
         """The text of a response, without its terminator and the template's white space.
 
         Args:
-            ids: what `conversation` marks as the answer, or what was generated after `prompt`.
+            ids: as `conversation` marks them, or as sampled. begins: the answer begins with them.
         """
-        kept = [int(i) for i in ids]
+        kept, lead = [int(i) for i in ids], self._lead if begins else ""
         if kept and kept[-1] in self.stop_token_ids:
             kept.pop()
         text = self.pieces.decode(kept)
-        words = text.removeprefix(self._lead).removesuffix(self._trail)
-        return "" if self._lead.startswith(text) else words  # a stream would have to take it back
+        words = text.removeprefix(lead).removesuffix(self._trail)
+        return "" if lead.startswith(text) else words  # a stream would have to take it back
 
     def prompt_text(self, row: PromptRow) -> str:
         """A prompt as the model reads it, control tokens included, up to where the text of an
@@ -329,12 +333,14 @@ class Renderer:
             self._last = (key, _BeforeAnswer(shown, text, ids, mask))
         return self._last[1]
 
-    def _encode(self, parts: Sequence[Part], mark: str, where: str) -> tuple[list[int], list[bool]]:
+    def _encode(
+        self, parts: Sequence[Part], mark: str, where: str, ends: bool = True
+    ) -> tuple[list[int], list[bool]]:
         """Ids of the parts and, per id, whether it is the assistant's and to be learned."""
         ids, mask = list[int](), list[bool]()
         for part in parts:
             new = self.pieces.encode(part.text, mark, part.before, where)
-            if part.answer:
+            if part.answer and ends:
                 new.append(self.terminator_id)
             ids += new
             mask += [part.answer and part.learned] * len(new)
@@ -388,13 +394,7 @@ class Renderer:
 
     def _decoded_frame(self) -> tuple[str, str]:
         """The text around the assistant's words in an answer's decoded ids."""
-        lead, trail = self._template.lead, self._template.trail
-        if self.thoughts.in_prompt:
-            lead = ""  # what ends a thought there tells it from one that was cut off
+        # What ends a thought that the prompt begins tells it from one that was cut off.
+        lead = "" if self.thoughts.in_prompt else self._template.lead
         before = self._template.prompt(self._template.opening, "probe")
-        for probe in PROBES:
-            ids = self.pieces.encode(lead + probe + trail, free_mark([lead, trail]), before, "")
-            head, found, tail = self.pieces.decode(ids).rpartition(probe)
-            if found:
-                return head, tail
-        return lead, trail
+        return self.pieces.decoded_around(PROBES, lead, self._template.trail, before)

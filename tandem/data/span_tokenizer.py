@@ -15,7 +15,7 @@ from functools import lru_cache
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tandem.data.control import ControlTokens
+from tandem.data.control import ControlTokens, free_mark
 from tandem.data.excerpt import excerpt
 from tandem.errors import DataError, ModelError
 
@@ -69,6 +69,18 @@ class PieceTokenizer:
                 ids += self._encode_piece(piece, before, where)
                 before = piece
         return ids
+
+    def decoded_around(
+        self, words: Iterable[str], lead: str, trail: str, before: str
+    ) -> tuple[str, str]:
+        """What decoding leaves of the text around one of `words`, behind the text `before`."""
+        mark = free_mark([lead, trail])
+        for word in words:
+            ids = self.encode(lead + word + trail, mark, before, "")
+            head, found, tail = self.decode(ids).rpartition(word)
+            if found:
+                return head, tail
+        return lead, trail
 
     def decode(self, ids: list[int]) -> str:
         """The text of `ids` that follow other text: a leading space is kept."""

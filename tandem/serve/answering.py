@@ -10,29 +10,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from tandem.data.thoughts import NO_THOUGHTS, ThoughtForm
-from tandem.errors import DataError
 from tandem.generation.observed import TokenLogprobs
-from tandem.serve.api_errors import ApiError
-from tandem.serve.bodies import Prompt, Wanted
+from tandem.serve.bodies import Wanted
 from tandem.serve.engine import Asked, Generation, Progress
 from tandem.serve.judging import Answered, Judging, finite, judge, prompt_logprobs
 from tandem.serve.loading import Loaded
+from tandem.serve.preparing import Prepared
 from tandem.serve.service import Service
-from tandem.serve.thinking import thoughts_behind
 from tandem.types import Message
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A prompt as ids. messages, tools: of a conversation; a text is one user's turn. text: what an
-    echo repeats. thoughts: how answers to it have them."""
-
-    token_ids: tuple[int, ...]
-    messages: tuple[Message, ...] = ()
-    text: str = ""
-    tools: str = ""
-    thoughts: ThoughtForm = NO_THOUGHTS
 
 
 @dataclass(eq=False)
@@ -70,118 +55,6 @@ class Step:
     first_logprob: int
 
 
-async def prepare_chat(
-    service: Service, loaded: Loaded, messages: Sequence[Message], tools: str = ""
-) -> Prepared:
-    """A conversation as ids, up to where the assistant begins.
-
-    Args:
-        tools: that may be called, a list as JSON text.
-    Raises:
-        ApiError: the template or the tokenizer refuses it, or shows no tools.
-    """
-
-    def rendered() -> Prepared:
-        """In a thread: templates may take long."""
-        try:
-            row = loaded.renderer.prompt(messages, tools=tools)
-        except DataError as error:
-            raise ApiError(str(error), "messages") from None
-        if tools and loaded.renderer.hides_tools(messages):
-            raise no_tools()
-        if tools:  # how calls are read is found out once, which takes a moment
-            loaded.renderer.spoken("", tools, ())
-        thoughts = thoughts_behind(loaded.renderer, row.token_ids)
-        return Prepared(row.token_ids, tuple(messages), tools=tools, thoughts=thoughts)
-
-    return await service.in_text_thread(rendered)
-
-
-def no_tools() -> ApiError:
-    """What is said where a model would not see the tools."""
-    return ApiError(
-        "tools must be shown by the model's chat template; this one leaves them out. Remove "
-        "tools, or serve a model with a template that writes them.",
-        "tools",
-        code="unsupported_parameter",
-    )
-
-
-async def prepare_text(service: Service, loaded: Loaded, prompt: Prompt) -> Prepared:
-    """A text or ids, as they are.
-
-    Raises:
-        ApiError: the tokenizer refuses the text, or the model does not have a token.
-    """
-
-    def rendered() -> Prepared:
-        """In a thread: a long text takes a while."""
-        if isinstance(prompt, str):
-            try:
-                ids = loaded.encode(prompt)
-            except DataError as error:
-                raise ApiError(str(error), "prompt") from None
-            return Prepared(ids, (Message("user", prompt),), prompt)
-        for token in (min(prompt), max(prompt)):
-            if not 0 <= token < loaded.vocabulary:
-                raise ApiError(
-                    f"prompt must hold token ids from 0 to {loaded.vocabulary - 1}; got {token}.",
-                    "prompt",
-                )
-        return Prepared(prompt, (), loaded.decode(prompt))
-
-    return await service.in_text_thread(rendered)
-
-
-def check_limits(
-    service: Service, loaded: Loaded, prompts: Sequence[Prepared], wanted: Wanted, name: str
-) -> list[int]:
-    """Most tokens of the answer to each prompt.
-
-    Args:
-        name: the field that holds the prompts.
-    Raises:
-        ApiError: a prompt is empty, or does not leave the room that is asked for; a bias names a
-            token that the model does not have.
-    """
-    context, budgets = service.engine.context_of(loaded), []
-    default = 16 if name == "prompt" else service.settings.max_new_tokens
-    for prompt in prompts:
-        length = len(prompt.token_ids)
-        if not length:
-            raise ApiError(f"{name} must have at least one token; got none.", name)
-        budget = wanted.max_tokens
-        if budget is None and length >= context:
-            raise ApiError(
-                f"this model's maximum context length is {context} tokens; got {length} tokens of "
-                f"{name}, which leave none for an answer. Shorten it.",
-                name,
-                code="context_length_exceeded",
-            )
-        if budget is None:
-            budget = min(default, context - length)
-        if length + budget > context:
-            raise ApiError(
-                f"this model's maximum context length is {context} tokens; got {length} tokens of "
-                f"{name} and {budget} of max_tokens, {length + budget} together. Shorten one.",
-                name,
-                code="context_length_exceeded",
-            )
-        if wanted.min_tokens > budget:
-            raise ApiError(
-                f"min_tokens must be at most max_tokens; got {wanted.min_tokens} and {budget}.",
-                "min_tokens",
-            )
-        budgets.append(budget)
-    largest = max(wanted.sampling.logit_biases(), default=0)
-    if largest >= loaded.vocabulary:
-        raise ApiError(
-            f"logit_bias must name tokens below the model's {loaded.vocabulary}; got {largest}.",
-            "logit_bias",
-        )
-    return budgets
-
-
 class Answering:
     """The answers to a request's prompts.
 
@@ -203,6 +76,8 @@ class Answering:
         self.prompts = prompts
         self._service, self._budgets = service, budgets
         self._decode = loaded.renderer.decode if is_chat else loaded.renderer.continuation
+        if wanted.continues:
+            self._decode = partial(loaded.renderer.decode, begins=False)
         self.choices = [
             Choice(i * wanted.n + sample, prompt)
             for i, prompt in enumerate(prompts)
@@ -317,7 +192,7 @@ class Answering:
         if not wanted:
             return None
         judges = await self._service.judges(self.loaded, wanted)
-        return Asked(wanted, judges, prompt.messages, prompt.tools)
+        return Asked(wanted, judges, prompt.messages, prompt.tools, prompt.begun)
 
     def _judged_empty(self, prompt: Prepared, asked: Asked) -> dict[str, Any]:
         """What is found of an answer without tokens; no model runs."""

@@ -6,7 +6,7 @@ Fields that change nothing here (`user`, `metadata`) are ignored.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
@@ -33,7 +33,7 @@ class Wanted:
     """What a request wants of every prompt.
 
     max_tokens: None: a default; 0 only with echo. n: answers per prompt. top_logprobs: -1: none.
-    seed: of the draws. extras: see `EXTRAS`.
+    seed: of the draws. extras: see `EXTRAS`. continues: the answer goes on with the last turn.
     """
 
     model: str
@@ -49,6 +49,7 @@ class Wanted:
     include_usage: bool
     extras: frozenset[str]
     echo: bool = False
+    continues: bool = False
 
 
 def read_chat(body: Mapping[str, Any]) -> tuple[list[Message], str, Wanted]:
@@ -64,11 +65,34 @@ def read_chat(body: Mapping[str, Any]) -> tuple[list[Message], str, Wanted]:
     top = fields.integer(body, "top_logprobs", 0, 0, 20) or 0
     if body.get("top_logprobs") is not None and not fields.boolean(body, "logprobs"):
         raise fields.wrong("top_logprobs", "come with logprobs: true", body["top_logprobs"])
-    return (
-        turns,
-        listed,
-        _wanted(body, top_logprobs=top if fields.boolean(body, "logprobs") else -1),
-    )
+    top = top if fields.boolean(body, "logprobs") else -1
+    return turns, listed, _wanted(body, top_logprobs=top, continues=read_continues(body, turns))
+
+
+def read_continues(body: Mapping[str, Any], turns: Sequence[Message]) -> bool:
+    """Whether the answer is to go on with the last turn, the assistant's, as vLLM and transformers
+    name it.
+
+    Raises:
+        ApiError: it cannot.
+    """
+    continues = fields.boolean(body, "continue_final_message")
+    begins = fields.boolean(body, "add_generation_prompt", default=not continues)
+    if not continues and not begins:
+        raise unsupported.unsupported("add_generation_prompt", False)
+    if not continues:
+        return False
+    last = turns[-1]
+    advice = ""
+    if begins:
+        advice = "without add_generation_prompt true, which would begin an answer of its own"
+    elif body.get("tools"):
+        advice = "without tools, whose calls are read in whole answers"
+    elif last.role != "assistant" or last.tool_calls:
+        advice = "with a last turn that is the assistant's, without tool_calls"
+    if advice:
+        raise fields.wrong("continue_final_message", f"come {advice}", continues)
+    return True
 
 
 def read_completion(body: Mapping[str, Any]) -> tuple[list[Prompt], Wanted]:
@@ -228,7 +252,9 @@ def _part(part: Any, where: str, name: str) -> str:
     return written
 
 
-def _wanted(body: Mapping[str, Any], *, top_logprobs: int, echo: bool = False) -> Wanted:
+def _wanted(
+    body: Mapping[str, Any], *, top_logprobs: int, echo: bool = False, continues: bool = False
+) -> Wanted:
     stream = fields.boolean(body, "stream")
     max_tokens = _max_tokens(body, 0 if echo else 1)
     sampling, stops = _sampling(body), _stops(body)
@@ -249,6 +275,7 @@ def _wanted(body: Mapping[str, Any], *, top_logprobs: int, echo: bool = False) -
         include_usage=_include_usage(body, stream),
         extras=read_extras(body.get("tandem")),
         echo=echo,
+        continues=continues,
     )
 
 

@@ -63,12 +63,13 @@ class Progress:
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What is wanted of answers that have ended, and by which models. messages, tools: the
-    prompt's, for a reward model with another tokenizer."""
+    prompt's, for a reward model with another tokenizer; begun: what it has of the answer."""
 
     wanted: frozenset[str]
     judges: Judges
     messages: tuple[Message, ...]
     tools: str = ""
+    begun: str = ""
 
 
 @dataclass(eq=False)
@@ -333,12 +334,13 @@ def _waiting(answer: _Answer, asked: Asked, handle: Handle, finish: str) -> Wait
     """An answer that has ended, as the judges take it."""
     generation, stop = answer.generation, handle.stop_token
     drawn = (*answer.token_ids, *(() if stop is None else (stop,)))
+    said = asked.begun + answer.text.text
     answered = Answered(
         (*generation.prompt_ids, *drawn),
         len(generation.prompt_ids),
         stop is not None,
         asked.messages,
-        generation.loaded.renderer.spoken(answer.text.text, asked.tools, asked.messages).turn,
+        generation.loaded.renderer.spoken(said, asked.tools, asked.messages).turn,
         asked.tools,
     )
     judging = Judging(

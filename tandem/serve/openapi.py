@@ -193,6 +193,7 @@ def _requests(models: list[str]) -> Json:
         **_neutral(),
     }
     refused = _refused(unsupported.CHAT)
+    goes_on = {"continue_final_message": flag(), "add_generation_prompt": flag()}
     not_told = {**_refused(unsupported.TEMPLATE), **_neutral(unsupported.NEUTRAL_TOKENIZE)}
     kinds = {"function": "object", "name": "string", "type": "string"}
     tool = {"anyOf": [object_of({name: {"type": kind}}, name) for name, kind in kinds.items()]}
@@ -205,7 +206,7 @@ def _requests(models: list[str]) -> Json:
     top = maybe(whole_number(0, 20))
     return {
         "ChatRequest": object_of(
-            {**both, **refused, "messages": turns, "tools": tools, "logprobs": flag(),
+            {**both, **refused, **goes_on, "messages": turns, "tools": tools, "logprobs": flag(),
              "top_logprobs": top, "max_tokens": maybe(whole_number(1, _INT_MOST)),
              "max_completion_tokens": maybe(whole_number(1, _INT_MOST)),
              "tool_choice": {"enum": [None, "none", "auto"]},
@@ -227,7 +228,8 @@ def _requests(models: list[str]) -> Json:
             "anyOf": [
                 *(object_of({"model": model, name: text, "add_special_tokens": flag(), **not_told},
                             name) for name in ("prompt", "content")),
-                object_of({"model": model, "messages": turns, "tools": tools, **not_told},
+                object_of({"model": model, "messages": turns, "tools": tools, **goes_on,
+                           **not_told},
                           "messages"),
             ]
         },

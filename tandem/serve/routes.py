@@ -14,19 +14,13 @@ from starlette.routing import Route
 from tandem.errors import DataError
 from tandem.process import resident_bytes
 from tandem.serve import fields, unsupported
-from tandem.serve.answering import (
-    Answering,
-    Prepared,
-    check_limits,
-    no_tools,
-    prepare_chat,
-    prepare_text,
-)
+from tandem.serve.answering import Answering
 from tandem.serve.api_errors import ApiError, json_response
 from tandem.serve.bodies import (
     Wanted,
     read_chat,
     read_completion,
+    read_continues,
     read_extras,
     read_messages,
     read_tools,
@@ -35,6 +29,13 @@ from tandem.serve.connection import ClientGoneError, EventStream, read_body, unl
 from tandem.serve.judging import Answered, Judging, finite, judge, sequence_logprobs
 from tandem.serve.loading import Loaded
 from tandem.serve.openapi import document
+from tandem.serve.preparing import (
+    Prepared,
+    check_limits,
+    no_tools,
+    prepare_chat,
+    prepare_text,
+)
 from tandem.serve.service import Service
 from tandem.serve.shapes import ChatShape, CompletionShape, Shape
 from tandem.types import Message
@@ -94,7 +95,8 @@ class Api:
         with ExitStack() as stack:
             stack.enter_context(self._service.room(wanted.n))
             loaded = await self._service.policy(wanted.model)
-            prompts = [await prepare_chat(self._service, loaded, messages, tools)]
+            work = prepare_chat(self._service, loaded, messages, tools, continues=wanted.continues)
+            prompts = [await work]
             answering = self._answering(loaded, prompts, wanted, "messages", is_chat=True)
             shape = ChatShape(loaded.source.name, loaded.token_bytes, answering)
             return await self._answered(request, answering, shape, stack)
@@ -209,7 +211,9 @@ class Api:
         loaded = await self._service.policy(fields.text(body, "model", most=500))
         if body.get("messages") is not None:
             messages, tools = read_messages(body["messages"]), read_tools(body)
-            ids = (await prepare_chat(self._service, loaded, messages, tools)).token_ids
+            continues = read_continues(body, messages)
+            work = prepare_chat(self._service, loaded, messages, tools, continues=continues)
+            ids = (await work).token_ids
         else:
             field = "prompt" if "prompt" in body else "content"
             text = body.get(field)

@@ -29,7 +29,7 @@ BOTH = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "gramm
         "thinking_token_budget", "lora_path", "adapter_id", "no_repeat_ngram_size",
         "extra_body")  # fmt: skip
 NEUTRAL: dict[str, tuple[float | bool, ...]] = {
-    "add_special_tokens": (True,), "add_generation_prompt": (True,), "n_predict": (-1,),
+    "add_special_tokens": (True,), "n_predict": (-1,),
     "repeat_penalty": (1,), "length_penalty": (1,), "typical_p": (1,), "tfs_z": (1,), "top_a": (0,),
     "top_n_sigma": (-1,), "dynatemp_range": (0,), "do_sample": (True,), "enable_thinking": (),
 }  # fmt: skip
@@ -39,13 +39,15 @@ _SAMPLING = ("model", "n", "stop", "seed", "max_tokens", "stream", "stream_optio
              "repetition_penalty", "logit_bias", "ignore_eos", "logprobs", "tandem",
              "response_format")  # fmt: skip
 OF_CHAT = (*_SAMPLING, "messages", "tools", "tool_choice", "top_logprobs", "parallel_tool_calls",
-           "max_completion_tokens", "reasoning_effort", "modalities", "function_call")  # fmt: skip
+           "max_completion_tokens", "reasoning_effort", "modalities", "function_call",
+           "continue_final_message", "add_generation_prompt")  # fmt: skip
 OF_COMPLETION = (*_SAMPLING, "prompt", "echo", "best_of", "suffix")
 OF_SCORE = ("model", "messages", "tools", "tandem")
-OF_TOKENIZE = ("model", "messages", "tools", "prompt", "content", "add_special_tokens")
+OF_TOKENIZE = ("model", "messages", "tools", "prompt", "content", "add_special_tokens",
+               "continue_final_message", "add_generation_prompt")  # fmt: skip
 """Fields that are read."""
 NEUTRAL_TOKENIZE: dict[str, tuple[float | bool, ...]] = {
-    "add_generation_prompt": (True,), "add_special": (True,), "parse_special": (False,),
+    "add_special": (True,), "parse_special": (False,),
     "with_pieces": (False,), "return_token_strs": (False,),
 }  # fmt: skip
 """As `NEUTRAL`, of /tokenize."""

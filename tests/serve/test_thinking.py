@@ -17,9 +17,10 @@ from tandem.data.spoken import spoken
 from tandem.data.thoughts import ThoughtForm
 from tandem.generation.streaming import Turns
 from tandem.models.load import load_tokenizer
-from tandem.serve.answering import Choice, Prepared
+from tandem.serve.answering import Choice
 from tandem.serve.called import Words, message_of
 from tandem.serve.chat import chat
+from tandem.serve.preparing import Prepared
 from tests.data.test_call_reader import reader
 from tests.serve.serving import TestClient, ask, events, serving
 from tests.serve.test_refusals import CHAT, TEXT, check_error

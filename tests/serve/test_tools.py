@@ -15,8 +15,9 @@ from tandem.data.call_reader import Called
 from tandem.data.render import Renderer
 from tandem.data.spoken import spoken
 from tandem.models.load import load_tokenizer
-from tandem.serve.answering import Choice, Prepared
+from tandem.serve.answering import Choice
 from tandem.serve.called import Words, finish_of, message_of
+from tandem.serve.preparing import Prepared
 from tests.data.test_call_reader import reader
 from tests.data.test_tool_rendering import CALL, RESULT
 from tests.serve.serving import TestClient, ask, events, serving

@@ -1,0 +1,159 @@
+"""The prompts of requests as token ids, and the room that they leave for answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem.data.render import IN_MEMORY, Renderer
+from tandem.data.thoughts import NO_THOUGHTS, ThoughtForm
+from tandem.errors import DataError
+from tandem.serve.api_errors import ApiError
+from tandem.serve.bodies import Prompt, Wanted
+from tandem.serve.loading import Loaded
+from tandem.serve.service import Service
+from tandem.serve.thinking import thoughts_behind, thoughts_within
+from tandem.types import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt as ids. messages, tools: of a conversation; a text is one user's turn. text: what an
+    echo repeats. thoughts: how answers to it have them. begun: what the assistant has said of its
+    answer behind the messages."""
+
+    token_ids: tuple[int, ...]
+    messages: tuple[Message, ...] = ()
+    text: str = ""
+    tools: str = ""
+    thoughts: ThoughtForm = NO_THOUGHTS
+    begun: str = ""
+
+
+async def prepare_chat(
+    service: Service,
+    loaded: Loaded,
+    messages: Sequence[Message],
+    tools: str = "",
+    *,
+    continues: bool = False,
+) -> Prepared:
+    """A conversation as ids, up to where the assistant begins.
+
+    Args:
+        tools: that may be called, a list as JSON text.
+        continues: the last turn is the beginning of the answer; the ids end with it.
+    Raises:
+        ApiError: the template or the tokenizer refuses it, or shows no tools.
+    """
+
+    def rendered() -> Prepared:
+        """In a thread: templates may take long."""
+        try:
+            if continues:
+                return _begun(loaded.renderer, messages)
+            row = loaded.renderer.prompt(messages, tools=tools)
+        except DataError as error:
+            raise ApiError(str(error), "messages") from None
+        if tools and loaded.renderer.hides_tools(messages):
+            raise no_tools()
+        if tools:  # how calls are read is found out once, which takes a moment
+            loaded.renderer.spoken("", tools, ())
+        thoughts = thoughts_behind(loaded.renderer, row.token_ids)
+        return Prepared(row.token_ids, tuple(messages), tools=tools, thoughts=thoughts)
+
+    return await service.in_text_thread(rendered)
+
+
+def _begun(renderer: Renderer, messages: Sequence[Message]) -> Prepared:
+    """A conversation as ids, up to the end of the last turn's text."""
+    *asked, last = messages
+    ids = renderer.conversation(asked, last.content, IN_MEMORY, True, goes_on=True).token_ids
+    begun = last.content
+    thoughts = thoughts_within(renderer, begun) if begun else thoughts_behind(renderer, ids)
+    return Prepared(ids, tuple(asked), thoughts=thoughts, begun=begun)
+
+
+def no_tools() -> ApiError:
+    """What is said where a model would not see the tools."""
+    return ApiError(
+        "tools must be shown by the model's chat template; this one leaves them out. Remove "
+        "tools, or serve a model with a template that writes them.",
+        "tools",
+        code="unsupported_parameter",
+    )
+
+
+async def prepare_text(service: Service, loaded: Loaded, prompt: Prompt) -> Prepared:
+    """A text or ids, as they are.
+
+    Raises:
+        ApiError: the tokenizer refuses the text, or the model does not have a token.
+    """
+
+    def rendered() -> Prepared:
+        """In a thread: a long text takes a while."""
+        if isinstance(prompt, str):
+            try:
+                ids = loaded.encode(prompt)
+            except DataError as error:
+                raise ApiError(str(error), "prompt") from None
+            return Prepared(ids, (Message("user", prompt),), prompt)
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < loaded.vocabulary:
+                raise ApiError(
+                    f"prompt must hold token ids from 0 to {loaded.vocabulary - 1}; got {token}.",
+                    "prompt",
+                )
+        return Prepared(prompt, (), loaded.decode(prompt))
+
+    return await service.in_text_thread(rendered)
+
+
+def check_limits(
+    service: Service, loaded: Loaded, prompts: Sequence[Prepared], wanted: Wanted, name: str
+) -> list[int]:
+    """Most tokens of the answer to each prompt.
+
+    Args:
+        name: the field that holds the prompts.
+    Raises:
+        ApiError: a prompt is empty, or does not leave the room that is asked for; a bias names a
+            token that the model does not have.
+    """
+    context, budgets = service.engine.context_of(loaded), []
+    default = 16 if name == "prompt" else service.settings.max_new_tokens
+    for prompt in prompts:
+        length = len(prompt.token_ids)
+        if not length:
+            raise ApiError(f"{name} must have at least one token; got none.", name)
+        budget = wanted.max_tokens
+        if budget is None and length >= context:
+            raise ApiError(
+                f"this model's maximum context length is {context} tokens; got {length} tokens of "
+                f"{name}, which leave none for an answer. Shorten it.",
+                name,
+                code="context_length_exceeded",
+            )
+        if budget is None:
+            budget = min(default, context - length)
+        if length + budget > context:
+            raise ApiError(
+                f"this model's maximum context length is {context} tokens; got {length} tokens of "
+                f"{name} and {budget} of max_tokens, {length + budget} together. Shorten one.",
+                name,
+                code="context_length_exceeded",
+            )
+        if wanted.min_tokens > budget:
+            raise ApiError(
+                f"min_tokens must be at most max_tokens; got {wanted.min_tokens} and {budget}.",
+                "min_tokens",
+            )
+        budgets.append(budget)
+    largest = max(wanted.sampling.logit_biases(), default=0)
+    if largest >= loaded.vocabulary:
+        raise ApiError(
+            f"logit_bias must name tokens below the model's {loaded.vocabulary}; got {largest}.",
+            "logit_bias",
+        )
+    return budgets
