@@ -227,7 +227,7 @@ def chat(
         if problem := _unusable(line):
             write(f"a message must be UTF-8 text without NUL; got {problem}.\n")
             continue
-        if line in ("/quit", "/exit"):
+        if line.split(" ", 1)[0] in ("/quit", "/exit"):
             return 0
         if line:
             _turn(talk, line, write)
@@ -379,6 +379,8 @@ def _set(talk: Conversation, words: Sequence[str]) -> str:
 def _save(talk: Conversation, file: str) -> str:
     if not file:
         return "write e.g. /save good_chats.jsonl\n"
+    if not talk.turns:  # a row that training refuses
+        return "there is nothing to save.\n"
     row: dict[str, Any] = {"messages": [turn.as_dict() for turn in talk.messages()]}
     if talk.schemas:
         row["tools"] = json.loads(talk.schemas)

@@ -101,6 +101,16 @@ def test_commands(model: str, tmp_path: Path) -> None:
     assert [m["role"] for m in row["messages"]] == ["system", "user", "assistant"]
 
 
+def test_a_conversation_without_turns_is_not_saved(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    assert "there is nothing to save." in talk(model, "/system be brief", f"/save {file}")
+    assert not file.exists()
+
+
+def test_words_behind_quit_do_not_keep_the_talk_going(model: str) -> None:
+    assert "assistant> " not in talk(model, "/quit now", "hello")
+
+
 def test_a_template_of_one_prompt_begins_every_message_anew(model: str, tmp_path: Path) -> None:
     from tandem.data.own_template import put_template, read_template
     from tandem.models.load import load_tokenizer
