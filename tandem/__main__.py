@@ -14,12 +14,21 @@ from tandem.stopping import handling
 
 def main() -> int:
     """Run the command; returns its exit code."""
+    _open_closed_streams()
     _wait_briefly()
     # These imports may take seconds, and Ctrl-C during them would print a traceback.
     with handling(_leave):
         from tandem.cli import main as command
     atexit.register(leave_garbage)
     return command()
+
+
+def _open_closed_streams() -> None:
+    """Put the null device in the place of standard streams that are closed, as services and cron
+    may start a command: Python has None for them, and the next file would get their number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _wait_briefly() -> None:

@@ -326,3 +326,24 @@ def test_a_mistyped_run_is_answered_with_the_folder_beside_it(
     code, _, err = run(capsys, *command.split())
     assert code == 2
     assert "it is not. Did you mean first?" in err
+
+
+def test_a_command_may_be_started_with_its_standard_streams_closed(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    code = f"""
+import os, sys
+from tandem import __main__ as command
+def look():
+    print("said")
+    print("complained", file=sys.stderr)
+    streams = (sys.stdin, sys.stdout, sys.stderr)
+    seen = [sys.stdin.read(), sys.stdin.isatty(), [stream.fileno() for stream in streams]]
+    open({str(told)!r}, "w").write(repr(seen))
+    return 0
+import tandem.cli
+tandem.cli.main = look
+sys.exit(command.main())
+"""
+    shell = 'exec "$0" -c "$1" <&- >&- 2>&-'
+    subprocess.run(["sh", "-c", shell, sys.executable, code], check=True)
+    assert told.read_text() == repr(["", False, [0, 1, 2]])
