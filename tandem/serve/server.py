@@ -7,11 +7,14 @@ import errno
 import gc
 import ipaddress
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -25,6 +28,9 @@ from tandem.serve.service import ServeSettings, Service, load_settings
 from tandem.serve.sources import unfinished_stages
 from tandem.text import visible
 
+_FILES = 10_240
+"""Open files that are asked for where the limit is infinite, which some systems do not grant."""
+
 
 def serve(settings: ServeSettings, port: int, print_line: Callable[[str], None] = print) -> int:
     """Serve until a signal, which is raised again once all is closed; returns the exit code.
@@ -37,6 +43,7 @@ def serve(settings: ServeSettings, port: int, print_line: Callable[[str], None] 
     try:
         check_there(service.offer.models[service.offer.preferred], service.load_settings)
         listener = _listen(settings.host, port)
+        _allow_connections()
         for line in describe(service):
             print_line(line)
         with listener:
@@ -143,6 +150,34 @@ class _Server(uvicorn.Server):
         self.ended_by = self.ended_by or sig
 
 
+class _Full:
+    """Says once that the system allows no further connection, of which asyncio would log hundreds
+    of tracebacks a second."""
+
+    def __init__(self, print_line: Callable[[str], None]) -> None:
+        self._print_line, self._is_told = print_line, False
+
+    def handle(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What asyncio calls with an error that nobody handles."""
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
+            loop.default_exception_handler(context)
+        elif not self._is_told:
+            self._is_told = True
+            self._print_line(
+                "warning: there are as many connections as the system lets this process have "
+                "(ulimit -n); further clients wait until some end"
+            )
+
+
+def _allow_connections() -> None:
+    """Let this process have as many open files, connections among them, as it may."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max(now, _FILES) if most == resource.RLIM_INFINITY else most
+    with suppress(ValueError, OSError):  # the system has a limit of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
 def _run(service: Service, listener: socket.socket, print_line: Callable[[str], None]) -> int:
     """Serve until a signal; returns its number, 0 if there was none."""
     settings = service.settings
@@ -163,6 +198,7 @@ def _run(service: Service, listener: socket.socket, print_line: Callable[[str], 
     server = _Server(config)
 
     async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(_Full(print_line).handle)
         try:
             await service.policy("")  # a model that cannot be used is told now
         except ApiError as error:

@@ -1,12 +1,15 @@
-"""Ctrl-C, however often it comes, ends `tandem serve` with one line."""
+"""`tandem serve` as a process: any number of Ctrl-Cs is one line, and so are too many clients."""
 
 from __future__ import annotations
 
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import pytest
 
@@ -42,3 +45,29 @@ def test_any_number_of_ctrl_cs_is_one_line(model: str, after: str, pauses: Seque
         process.kill()
     assert errors == "tandem: stopped.\n"
     assert process.returncode == 130
+
+
+@pytest.mark.parametrize(("limit", "is_full"), [("-n 128", True), ("-S -n 128", False)])
+def test_connections_are_as_many_as_may_be_and_one_more_is_a_line(
+    model: str, limit: str, is_full: bool
+) -> None:
+    serve = [sys.executable, "-u", "-m", "tandem", "serve", model, "--port", "0"]
+    command = ["sh", "-c", f'ulimit {limit}; exec "$@"', "sh", *serve]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with ExitStack() as stack:
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        page = next(line for line in process.stdout if line.startswith("page:"))
+        found = re.search(r"http://127.0.0.1:(\d+)/", page)
+        assert found is not None
+        for _ in range(160):
+            one = stack.enter_context(socket.create_connection(("127.0.0.1", int(found[1]))))
+        if is_full:
+            assert process.stdout.readline().startswith("warning: there are as many connections")
+        else:
+            one.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert one.recv(15) == b"HTTP/1.1 200 OK"
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=SECONDS)
+    assert rest == ""
+    assert errors == "tandem: stopped.\n"
