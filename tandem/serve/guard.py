@@ -67,6 +67,7 @@ class Guard:
             headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
         origin = headers.get("origin", [""])[0]
         allowed = origin if origin in self._origins else ""
+        asked = headers.get("access-control-request-headers", [""])[0]
 
         has_begun = False
 
@@ -76,7 +77,7 @@ class Guard:
                 has_begun = True
                 given = {name.lower() for name, _ in message["headers"]}
                 added = [pair for pair in SECURITY_HEADERS if pair[0] not in given]
-                message["headers"] = [*message["headers"], *added, *_cors(allowed)]
+                message["headers"] = [*message["headers"], *added, *_cors(allowed, asked)]
             await send(message)
 
         try:
@@ -175,12 +176,16 @@ def _is_keyed(path: str) -> bool:
     return path not in _OPEN and any(path == top or path.startswith(f"{top}/") for top in _KEYED)
 
 
-def _cors(origin: str) -> list[tuple[bytes, bytes]]:
+def _cors(origin: str, asked: str) -> list[tuple[bytes, bytes]]:
+    """What lets a page of an allowed origin send the headers that it asks for (OpenAI's client for
+    browsers has many), and read when to ask again."""
     if not origin:
         return []
+    names = ", ".join(filter(None, ("authorization, content-type", asked)))
     return [
         (b"access-control-allow-origin", origin.encode("latin-1")),
-        (b"access-control-allow-headers", b"authorization, content-type"),
+        (b"access-control-allow-headers", names.encode("latin-1")),
+        (b"access-control-expose-headers", b"retry-after"),
         (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
         (b"vary", b"origin"),
     ]

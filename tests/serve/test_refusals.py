@@ -237,8 +237,11 @@ def test_a_key_is_asked_for_and_other_sites_may_be_allowed(served_run: Any) -> N
         assert client.get("/health").status_code == client.get("/").status_code == 200
         right = {"authorization": "Bearer secret"}
         assert client.get("/v1/models", headers=right).status_code == 200
-        preflight = client.options(CHAT, headers={"origin": allowed})
+        asked = "authorization, content-type, x-stainless-lang"  # as OpenAI's client for browsers
+        asking = {"origin": allowed, "access-control-request-headers": asked}
+        preflight = client.options(CHAT, headers=asking)
         assert preflight.status_code == 204
+        assert "x-stainless-lang" in preflight.headers["access-control-allow-headers"].split(", ")
         assert preflight.headers["access-control-allow-origin"] == allowed
         answer = client.get("/v1/models", headers={**right, "origin": allowed})
         assert answer.headers["access-control-allow-origin"] == allowed
