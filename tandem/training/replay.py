@@ -94,7 +94,7 @@ def _not_recorded(
             f"are the knobs of the last command in this folder; got {stage}. Run the command of "
             f"{stage} there again, which changes nothing else, and then repeat the step."
         )
-    steps = ", ".join(f"{name} 1 to {end}" for name, end in last.items())
+    steps = ", ".join(f"{name} 1 to {end}" for name, end in last.items() if end)
     return (
         f"--step must be a step that {folder} has recorded ({steps or 'none'}); got {step}"
         f"{f' of {stage}' if stage else ''}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +134,20 @@ def test_what_cannot_be_replayed_is_said_in_one_line(stopped: Path, tmp_path: Pa
         replay(str(stopped), 2, rows=-1)
     with pytest.raises(CheckpointError, match="must be a run's folder"):
         replay(str(tmp_path), 1)
+
+
+def test_a_stage_with_nothing_but_its_first_evaluation_has_no_step_to_repeat(
+    stopped: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text("utf-8").splitlines(keepends=True)
+    kept = [x for x in lines if json.loads(x)["stage"] != "ppo" or json.loads(x)["step"] == 0]
+    assert len(kept) == len(lines) - 2
+    metrics.write_text("".join(kept), "utf-8")
+    with pytest.raises(ConfigError, match=r"\(sft 1 to 3, reward 1 to 3\); got 0 of ppo"):
+        replay(str(folder), 0, stage="ppo")
 
 
 def test_a_stage_whose_knobs_a_later_command_replaced_is_named(
