@@ -15,7 +15,7 @@ from tandem.checkpoint.state import LATEST, number_of, numbered
 from tandem.config.load import load_config
 from tandem.config.recorded import base_gone, found_model, is_gone
 from tandem.config.schema import RunConfig
-from tandem.config.stages import STAGES, Stage, in_order, policy_folders, sources
+from tandem.config.stages import STAGES, Stage, in_order, leaving, policy_folders, sources
 from tandem.data.own_template import with_kept_template
 from tandem.errors import CheckpointError, ModelError, TandemError
 from tandem.files import folder_near
@@ -250,7 +250,7 @@ def _reward_model(run: Path, config: RunConfig, base: str) -> ModelSource | None
             folder = str(run / stage.model_folder)
             moved = _moved_base(folder, run, base)
             return ModelSource(stage.name, folder, moved, stage=stage.name)
-    if config.reward_model:
+    if config.reward_model and not leaving(config.stages, "reward model"):
         return ModelSource("reward", found_model(config.reward_model, run, "reward_model"))
     return None
 

@@ -16,7 +16,7 @@ from tandem.config.engine import EngineSettings
 from tandem.config.load import config_knobs
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.scoring import weighted_models
-from tandem.config.stages import of_family, policy_folders, rl_stage
+from tandem.config.stages import leaving, of_family, policy_folders, rl_stage
 from tandem.engine.module_scorer import any_scorer
 from tandem.engine.rollouts import for_readers, rollout_of
 from tandem.engine.scoring import RewardScorer, place_scorer, scorer_tokenizer
@@ -239,10 +239,13 @@ def _uses_function(config: RunConfig) -> bool:
 
 
 def judge_of(run: Run) -> str | None:
-    """The reward model that a comparison loads; None if it loads none."""
+    """The reward model that a comparison loads; None if it loads none, as before the stage that
+    trains it is finished: `reward_model` is then what that stage starts from."""
     if run.judge:
         return run.judge
     source, rl = run.reward_source(), of_family(run.config.stages, "rl")
+    if leaving(run.config.stages, "reward model"):
+        source = run.trained("reward model")
     if source is None or not (rl or run.trained("reward model")):
         return None
     if rl and rl_section(run.config).reward_model_weight == 0:

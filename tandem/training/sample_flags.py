@@ -164,7 +164,8 @@ def _with_own_rewards(config: RunConfig, base: RunConfig | None, path: str) -> R
     rewarded = bool(of_family(base.stages, "rl"))
     models = [Path(path) / stage.model_folder for stage in leaving(stage_names(), "reward model")]
     found = [str(folder) for folder in models if path and _holds_model(folder)]
-    model = (found or [base.reward_model if rewarded else ""])[0]
+    given = rewarded and not leaving(base.stages, "reward model")  # else that stage's beginning
+    model = (found or [base.reward_model if given else ""])[0]
     theirs, section = rl_section(base), rl_section(config)
     if rewarded:
         named = {name.partition(".")[2]: name for name in REWARDS}

@@ -49,6 +49,14 @@ def test_a_run_and_its_folders(run: Path) -> None:
     assert (list(plain.models), plain.run) == (["sft"], None)
 
 
+def test_what_a_reward_stage_starts_from_is_no_reward_model_of_the_run(run: Path) -> None:
+    config = replace(load_config(run / "config.yaml"), reward_model=str(run / "sft"))
+    (run / "config.yaml").write_text(dump_config(config), "utf-8")
+    assert offer_of(str(run)).reward_model is not None
+    shutil.rmtree(run / "reward")
+    assert offer_of(str(run)).reward_model is None
+
+
 @pytest.mark.parametrize(
     ("name", "part"),
     [

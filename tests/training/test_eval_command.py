@@ -17,7 +17,7 @@ from tandem.metrics.names import title_of
 from tandem.training.eval_command import evaluate_run, figures_table
 from tandem.training.replay import replay
 from tests.tiny import tiny_config, tiny_tokenizer
-from tests.training.runs import ran
+from tests.training.runs import StopError, ran, stop_at
 
 
 def test_data_sets_are_told_apart_at_eighty_columns() -> None:
@@ -86,6 +86,19 @@ def test_a_run_is_evaluated_from_any_folder_and_its_base_may_have_moved(
         lines=lines,
     )
     assert "sft: finished before" in "".join(lines), "and nothing is compared anew"
+
+
+def test_what_the_reward_stage_starts_from_scores_nothing(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, reward_model=tiny_model)
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, "reward", 1)
+        with pytest.raises(StopError):
+            ran(config)
+    evaluation = evaluate_run(config.output_dir, 2)
+    assert list(evaluation["models"]) == ["base", "sft"]
+    assert all(answer["score"] is None for answer in evaluation["answers"][0]["answers"].values())
 
 
 def test_figures_that_cannot_be_written_are_shown_all_the_same(

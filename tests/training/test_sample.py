@@ -512,6 +512,7 @@ def test_a_run_gives_its_policy_its_rewards_and_its_knobs(tmp_path: Path) -> Non
     run = tmp_path / "run"
     config = tiny_config(
         run, "base", "train.jsonl", stages=["sft", "reward", "grpo"], seed=5, dropout=0,
+        reward_model="begins/here",
         sampling={"max_new_tokens": 12, "top_p": 0.9, "samples_per_prompt": 4},
         grpo={"reward_function": ["r.py:f"], "reward_function_weight": 2.0, "minibatch_size": 4},
         scoring={"combine": "group", "deadline_seconds": 9},
@@ -526,7 +527,7 @@ def test_a_run_gives_its_policy_its_rewards_and_its_knobs(tmp_path: Path) -> Non
     finish("sft")
     found = settings()
     assert found.actor_model == str(run / "sft")
-    assert found.reward_model == ""  # not finished
+    assert found.reward_model == ""  # not finished; nor what it begins with
     assert found.ppo.reward_function == ("r.py:f",)
     assert found.ppo.reward_function_weight == 2
     assert (found.seed, found.sampling.top_p, found.sampling.samples_per_prompt) == (5, 0.9, 1)
