@@ -18,13 +18,14 @@ from tandem.metrics.folder import EVALUATION_FILE
 from tandem.metrics.names import metric_or_unknown, title_of
 from tandem.metrics.report import REPORT_FILE, write_report
 from tandem.metrics.text import with_unit
+from tandem.parallel.world import World
 from tandem.text import visible, visible_lines
 from tandem.training.beside import compare_beside
 from tandem.training.best_of_n import frontier_table, measure_best_of
 from tandem.training.calibration import reliability_table
 from tandem.training.compare import compare
 from tandem.training.other_data import read_other
-from tandem.training.own_folder import config_of_run, require_data
+from tandem.training.own_folder import config_of_run, on_these_ranks, require_data
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import tokenizer_sources
 from tandem.training.stage_data import StepRows, prepare_rows
@@ -65,7 +66,7 @@ def evaluate_run(
     """
     config = config_of_run(path)
     require_data(config, "evaluated")
-    found = with_found(config, Path(path))
+    found = on_these_ranks(with_found(config, Path(path)), World())
     if is_gone(found.actor_model) and not base:
         told = base_gone(visible(path), found.actor_model)
         raise ModelError(f"{told}. Say where it is now: --base MODEL.")

@@ -30,6 +30,7 @@ from tandem.training.own_folder import (
     CHECKPOINTS,
     COMMAND_FILE,
     config_of_run,
+    on_these_ranks,
     run_around,
 )
 from tandem.training.run_folder import Run
@@ -72,7 +73,8 @@ def export(
     _require_target(target, output)
     stage = _stage_of(config, Path(folder), stage)
     _require_step(Path(folder) / CHECKPOINTS / stage, step)
-    run = Run(with_found(config, Path(folder)), print_line, world, writes=False)
+    found = on_these_ranks(with_found(config, Path(folder)), world or World())
+    run = Run(found, print_line, world, writes=False)
     run.identity.named = config
     commands = run.path / COMMAND_FILE
     run.command = commands.read_text("utf-8").rstrip().split("\n")[-1] if commands.exists() else ""

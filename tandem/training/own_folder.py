@@ -13,6 +13,7 @@ from tandem.config.stages import stage_names
 from tandem.data.own_template import with_kept_template
 from tandem.errors import CheckpointError
 from tandem.files import not_a_run
+from tandem.parallel.world import World
 
 SAVE_NOW = "save-now"
 """A file of this name in the run's folder asks for a checkpoint after the running step."""
@@ -34,6 +35,19 @@ def config_of_run(folder: str) -> RunConfig:
         raise CheckpointError(not_a_run(folder))
     config = with_kept_template(load_config(path / "config.yaml"), path)
     return replace(config, output_dir=folder)
+
+
+def on_these_ranks(config: RunConfig, world: World) -> RunConfig:
+    """The same run, to be read on ranks that need not be as many as its own: copies (replicas) and
+    slices for generation that these ranks cannot have are 1. Figures differ by rounding."""
+    parallel = config.parallel
+    replicas, slices = parallel.replicas, parallel.inference_tp_size
+    pieces, node = world.size // replicas, world.ranks_per_node
+    if world.size % replicas or pieces == 1 or (node % pieces and pieces % node):
+        replicas, pieces = 1, world.size
+    if pieces % slices or node % slices:
+        slices = 1
+    return replace(config, parallel=replace(parallel, replicas=replicas, inference_tp_size=slices))
 
 
 def require_data(config: RunConfig, what: str) -> None:

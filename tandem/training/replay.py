@@ -24,8 +24,9 @@ from tandem.data.tokenview import TokenPieces
 from tandem.errors import ConfigError
 from tandem.metrics.log import Record, read_metrics
 from tandem.metrics.own import OWN_PREFIX
+from tandem.parallel.world import World
 from tandem.training.flight_recorder import Recorded
-from tandem.training.own_folder import config_of_run, require_data
+from tandem.training.own_folder import config_of_run, on_these_ranks, require_data
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import prepared, tokenizer_sources
 from tandem.training.stage_data import prepare_rows
@@ -60,7 +61,8 @@ def replay(folder: str, step: int, *, stage: str = "", rows: int = 3) -> int:
     if step < 1 or not stages or stages[0] not in config.stages:
         raise ConfigError(_not_recorded(folder, step, stage, records, config))
     require_data(config, "repeated")
-    run = Run(with_found(config, Path(folder)), print_line=print, writes=False)
+    found = on_these_ranks(with_found(config, Path(folder)), World())
+    run = Run(found, print_line=print, writes=False)
     run.identity.named = config
     data = prepare_rows(run.config, *tokenizer_sources(run))
     run.note_data(data)

@@ -10,10 +10,18 @@ from typing import Any
 
 import pytest
 
+from tandem.config.engine import engine_settings
 from tandem.config.load import dump_config, load_config
+from tandem.config.parallel import ParallelConfig
+from tandem.config.schema import RunConfig
 from tandem.data.tokenview import TokenPieces
+from tandem.engine.shard_plan import check_layout
 from tandem.errors import BadStepError, CheckpointError, ConfigError, Stopped
-from tandem.training.own_folder import SAVE_NOW
+from tandem.parallel.tensor import check_divides
+from tandem.parallel.world import World
+from tandem.training.eval_command import evaluate_run
+from tandem.training.export import export
+from tandem.training.own_folder import SAVE_NOW, on_these_ranks
 from tandem.training.replay import _learned, replay
 from tandem.training.run_stages import train
 from tandem.training.stage_loop import BAD_STEPS, StepLoop
@@ -148,6 +156,42 @@ def test_a_stage_with_nothing_but_its_first_evaluation_has_no_step_to_repeat(
     metrics.write_text("".join(kept), "utf-8")
     with pytest.raises(ConfigError, match=r"\(sft 1 to 3, reward 1 to 3\); got 0 of ppo"):
         replay(str(folder), 0, stage="ppo")
+
+
+@pytest.mark.parametrize("knob", ["replicas", "inference_tp_size"])
+def test_one_rank_reads_a_run_whose_layout_needs_several(
+    stopped: Path, tmp_path: Path, knob: str
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
+    config = load_config(folder / "config.yaml")
+    several = replace(config, parallel=replace(config.parallel, **{knob: 2}))
+    (folder / "config.yaml").write_text(dump_config(several), "utf-8")
+    assert replay(str(folder), 2, rows=0) == 0
+    assert (export(str(folder), str(tmp_path / "out")) / "config.json").exists()
+    assert "sft" in evaluate_run(str(folder), 2)["models"]
+
+
+@pytest.mark.parametrize(
+    ("world", "replicas", "slices", "left"),
+    [
+        (World(), 2, 2, (1, 1)),
+        (World(0, 4, 4), 2, 2, (2, 2)),
+        (World(0, 2, 2), 2, 2, (1, 2)),
+        (World(0, 4, 2), 2, 4, (2, 1)),
+        (World(0, 3, 3), 2, 3, (1, 3)),
+        (World(0, 12, 3), 2, 3, (2, 3)),
+        (World(0, 12, 4), 2, 2, (1, 2)),
+    ],
+)
+def test_a_layout_is_kept_as_far_as_the_ranks_can_have_it(
+    world: World, replicas: int, slices: int, left: tuple[int, int]
+) -> None:
+    parallel = ParallelConfig(replicas=replicas, inference_tp_size=slices)
+    kept = on_these_ranks(replace(RunConfig(), parallel=parallel), world).parallel
+    assert (kept.replicas, kept.inference_tp_size) == left
+    check_layout(engine_settings(replace(RunConfig(), parallel=kept)), world)
+    check_divides(world, kept.inference_tp_size)
 
 
 def test_a_stage_whose_knobs_a_later_command_replaced_is_named(
