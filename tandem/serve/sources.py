@@ -199,7 +199,7 @@ def _unfinished(
     found: dict[str, ModelSource] = {}
     for stage in STAGES:
         checkpoints = run / _CHECKPOINTS / stage.name
-        if stage.name not in config.stages or not stage.policies or not numbered(checkpoints):
+        if stage.name not in config.stages or not stage.policies or not _answering(checkpoints):
             continue
         start = _start_of(stage, finished)
         for policy, part in zip(stage.policies, _parts(stage), strict=False):
@@ -217,7 +217,7 @@ def unfinished_stages(run: Path, config: RunConfig) -> dict[str, str]:
     for stage in in_order(config.stages):
         if not stage.policies or _holds_model(run / stage.model_folder):
             continue
-        saved = numbered(run / _CHECKPOINTS / stage.name)
+        saved = _answering(run / _CHECKPOINTS / stage.name)
         # In other families the number of steps follows from the rows.
         last = f" of {getattr(config, stage.section).steps}" if stage.family == "rl" else ""
         found[stage.name] = f"step {number_of(saved[-1])}{last}" if saved else ""
@@ -229,9 +229,15 @@ def _parts(stage: Stage) -> tuple[str, str]:
     return ("actor" if stage.family == "rl" else "model"), "ema"
 
 
+def _answering(checkpoints: Path) -> list[Path]:
+    """The checkpoints that a policy can be read from, oldest first: after a step at least. That of
+    step 0, which `keep_best` writes, holds what the stage starts from."""
+    return [folder for folder in numbered(checkpoints) if number_of(folder) > 0]
+
+
 def _has_part(checkpoints: Path, part: str) -> bool:
     """Whether the newest checkpoint has such a part, by its layout."""
-    for folder in reversed(numbered(checkpoints)):
+    for folder in reversed(_answering(checkpoints)):
         try:
             return part in read_layout(folder).parts
         except (OSError, CheckpointError):

@@ -142,8 +142,13 @@ def _stage_of(config: RunConfig, folder: Path, stage: str) -> str:
 
 
 def _require_step(checkpoints: Path, step: int) -> None:
-    """Refuse a step without a checkpoint."""
+    """Refuse a step without a checkpoint, and the newest where it is that of step 0."""
     steps = sorted({number_of(path) for path in numbered(checkpoints)})
+    if step == NEWEST and steps == [0]:
+        raise CheckpointError(
+            f"{checkpoints} must have a checkpoint after a step; got only that of step 0, which "
+            "holds what the stage starts from. Wait for the next one, or take it: --step 0."
+        )
     if step != NEWEST and step not in steps:
         there = listed([str(number) for number in steps])
         raise CheckpointError(

@@ -154,6 +154,10 @@ def test_a_run_that_trains_is_served_and_followed(run: Path) -> None:
         saver.save(State(step, {"actor": changed}, {"made_from": {}}), {})
         saver.wait()
 
+    save(0, 1.0)
+    assert "ppo" not in offer_of(str(run)).models, "a stage continues from none of step 0"
+    with pytest.raises(ModelError, match=r"finished ppo stage; got none\. Run the same .* it\.$"):
+        find_model(str(run), "ppo")
     save(2, 1.0)
     with serving(run, follow=True) as client:
         assert "ppo" in [model["id"] for model in client.get("/v1/models").json()["data"]]

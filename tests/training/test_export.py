@@ -19,7 +19,7 @@ from tandem.training.lineage import recorded
 from tandem.training.run_folder import Run
 from tandem.training.supervised import SupervisedTrainer
 from tests.tiny import tiny_config
-from tests.training.runs import StopError, ran
+from tests.training.runs import StopError, ran, stop_at
 from tests.training.test_replay import contents
 
 
@@ -111,6 +111,26 @@ def test_any_checkpoint_that_is_kept_can_be_taken(
         weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     with pytest.raises(CheckpointError, match="must have a checkpoint that is whole; got none"):
         export(str(run), str(tmp_path / "other"), print_line=lambda line: None)
+
+
+def test_the_checkpoint_before_the_first_step_is_taken_only_by_its_number(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, stages=["sft"], sft__keep_best=True
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, "sft", 1)
+        with pytest.raises(StopError):
+            ran(config)
+    with pytest.raises(CheckpointError, match=r"got only that of step 0, .* take it: --step 0\."):
+        export(config.output_dir, str(tmp_path / "out"))
+    model = export(config.output_dir, str(tmp_path / "out"), step=0)
+    base, made = (
+        load_file(f"{tiny_model}/model.safetensors"),
+        load_file(model / "model.safetensors"),
+    )
+    assert all(weight.equal(base[name]) for name, weight in made.items())
 
 
 def test_a_run_that_goes_on_meanwhile_has_a_newer_one(
