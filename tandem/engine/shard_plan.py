@@ -8,6 +8,7 @@ import torch
 
 from tandem.config.engine import EngineSettings
 from tandem.config.lora import frozen_base_problems
+from tandem.config.spellings import listed
 from tandem.devices import resolve_dtype
 from tandem.errors import ConfigError
 from tandem.parallel.shard import ShardPlan
@@ -53,16 +54,19 @@ def check_layout(settings: EngineSettings, world: World) -> None:
 
 def _check_replicas(settings: EngineSettings, world: World) -> None:
     parallel, replicas = settings.parallel, settings.parallel.replicas
+    node = world.ranks_per_node
     if world.size % replicas or world.size == replicas:
+        copies = [n for n in range(1, world.size) if world.size % n == 0]
+        fit = [n for n in copies if not (node % (world.size // n) and world.size // n % node)]
         raise ConfigError(
             f"parallel.replicas must divide the ranks into groups of several; got {replicas} for "
-            f"{world.size}. Use a smaller divisor, as the number of nodes ({world.num_nodes})."
+            f"{world.size}. Use {listed([str(n) for n in fit or [1]])}."
         )
     pieces = world.size // replicas
-    if world.ranks_per_node % pieces and pieces % world.ranks_per_node:
+    if node % pieces and pieces % node:
         raise ConfigError(
             "parallel.replicas must give each copy whole nodes, or each node whole copies; got "
-            f"copies over {pieces} ranks where a node has {world.ranks_per_node}. Use the number "
+            f"copies over {pieces} ranks where a node has {node}. Use the number "
             f"of nodes ({world.num_nodes})."
         )
     if pieces % parallel.inference_tp_size:

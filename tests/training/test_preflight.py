@@ -76,8 +76,10 @@ def test_ranks_without_a_row_are_said_with_their_knob() -> None:
     ("world", "knobs", "line"),
     [
         (FOUR, {"replicas": 3}, "must divide the ranks into groups of several; got 3 for 4"),
-        (FOUR, {"replicas": 4}, "got 4 for 4"),
-        (World(), {"replicas": 2}, "got 2 for 1"),
+        (FOUR, {"replicas": 4}, r"got 4 for 4\. Use 1 or 2\.$"),
+        (World(), {"replicas": 2}, r"got 2 for 1\. Use 1\.$"),
+        (World(size=3, ranks_per_node=1), {"replicas": 3}, r"got 3 for 3\. Use 1\.$"),
+        (World(size=12, ranks_per_node=6), {"replicas": 12}, r"for 12\. Use 1, 2, 4 or 6\.$"),
         (
             World(size=12, ranks_per_node=6),
             {"replicas": 3},
