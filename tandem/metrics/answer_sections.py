@@ -5,6 +5,7 @@ Every function skips what the folder does not have.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -155,10 +156,11 @@ def _histograms(line: Row, ends: Sequence[Row]) -> list[Row]:
 
 
 def _answer(line: Row) -> Row:
+    reward = _reward(line)  # nan: not scored
     return {
         "label": f"step {line.get('step')}",
         "text": str(line.get("text", "")),
-        "score": _short(_reward(line)),
+        "score": "" if math.isnan(reward) else _short(reward),
         "best": False,
     }
 

@@ -366,6 +366,13 @@ def test_recorded_answers_are_shown_over_training(run):
     assert charts.count("Length of answers") == 2  # of the first and the last step alone
 
 
+def test_a_followed_answer_without_a_score_is_shown_without_one(run):
+    rewards = ("nan", None, 1.0)
+    write_lines(run / "followed.jsonl", [recorded(n, r, f"say {n}") for n, r in enumerate(rewards)])
+    _, page = report(run)
+    assert "PPO Followed? step 0 say 0 step 1 say 1 step 2 1 say 2" in page.text
+
+
 def test_recorded_answers_of_an_unexpected_shape_do_no_harm(run):
     strange = [
         {"stage": "ppo", "step": "one", "prompt_id": 3, "prompt": "x", "reward": {}},
