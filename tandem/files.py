@@ -63,6 +63,26 @@ def replace(path: Path, content: bytes) -> None:
     sync(path.parent)
 
 
+def remove_left(folder: Path) -> None:
+    """Remove what processes that are gone were writing in `folder` when they were killed within
+    `replace`."""
+    for left in folder.glob(".*.*"):
+        process = left.suffix[1:]
+        if process.isdecimal() and not _is_running(int(process)):
+            with suppress(OSError):  # it is small, and in nobody's way
+                left.unlink()
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # another user's, or no process's number
+        return True
+    return True
+
+
 def lock(path: Path) -> BinaryIO | None:
     """Lock `path` for this process, not for those it forks, until the process ends.
 

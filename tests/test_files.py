@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -98,3 +100,25 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left") as full:
         files.append(path, b"a line\n")
     assert full.value.filename == str(path)
+
+
+def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
+    """A process that runs, and a name of another kind, are left alone."""
+    killed = """
+import os, signal, sys
+from pathlib import Path
+from tandem import files
+files.os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
+files.replace(Path(sys.argv[1]), b"new")
+"""
+    path = tmp_path / "data.json"
+    path.write_bytes(b"old")
+    done = subprocess.run([sys.executable, "-c", killed, str(path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.glob(".data.json.*"))) == 1
+    others = [f".report.html.{os.getpid()}", ".lock", ".notes.2024x", f".huge.{10**30}"]
+    for name in others:
+        (tmp_path / name).touch()
+    files.remove_left(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*others, "data.json"])
+    assert path.read_bytes() == b"old"

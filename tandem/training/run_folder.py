@@ -39,7 +39,7 @@ from tandem.devices import ask_for_determinism, resolve_device
 from tandem.engine.module_scorer import RewardModule
 from tandem.engine.placement import Placement
 from tandem.errors import CheckpointError, ConfigError, DataError, Stopped
-from tandem.files import lock
+from tandem.files import lock, remove_left
 from tandem.files import replace as replace_file
 from tandem.metrics.answers import LINE_FILES
 from tandem.metrics.log import MetricLog, MutedLog
@@ -149,6 +149,7 @@ class Run:
                     f"{self.path} must be written by one run at a time; got another that is "
                     "running in it. Wait until it ends, or use another --output-dir."
                 )
+            remove_left(self.path)
             with (self.path / COMMAND_FILE).open("a", encoding="utf-8") as file:
                 file.write(command + "\n")
             keep_template(self.config)
