@@ -31,6 +31,7 @@ from tandem.launch.failure import complain, is_launched, leaving_at_signals
 from tandem.launch.flags import LaunchOptions, launch_help, take_launch_flags
 from tandem.plan.layout_flags import layout_help, take_layout_flags
 from tandem.text import counted, ignore_line, visible
+from tandem.training.signals import outlive_readers
 
 if TYPE_CHECKING:
     from tandem.parallel.world import World
@@ -126,6 +127,8 @@ def _run(args: list[str], debug: bool) -> int:
         print(f"tandem {version('tandem-rlhf')}")
         return 0
     command, rest = args[0], args[1:]
+    if command in (*_run_commands(), "demo", "sample", "export"):
+        outlive_readers()  # a run that was stopped by `| head` is not done
     if command in _run_commands():
         return _train(command, rest, debug)
     commands: dict[str, Callable[[list[str]], int]] = {
@@ -243,9 +246,7 @@ def _among_ranks(config: RunConfig) -> Iterator[World]:
     from tandem.devices import resolve_device
     from tandem.parallel.watchdog import watching
     from tandem.parallel.world import join, leave
-    from tandem.training.signals import outlive_readers
 
-    outlive_readers()
     world = join(
         resolve_device(config.device),
         ranks_per_node=config.parallel.ranks_per_node,

@@ -28,6 +28,27 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str], args: tuple[str, .
     assert "tandem" in out
 
 
+def ended(stdout: int, *args: str) -> tuple[int, str]:
+    """A command's exit code and stderr, where it prints to that descriptor."""
+    command = [sys.executable, "-m", "tandem", *args]
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+    return done.returncode, done.stderr
+
+
+def test_a_run_goes_on_where_nobody_reads_what_it_prints(tmp_path: Path) -> None:
+    """It once ended before its first step, with the exit code of a run that is done."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    model, folder = str(tmp_path / "no-model"), str(tmp_path / "run")
+    flags = ["--actor-model", model, "--data", str(rows), "--output-dir", folder]
+    code, err = ended(writer, "sft", *flags)
+    os.close(writer)
+    assert code == 2
+    assert "no-model" in err
+
+
 def test_a_flag_that_is_given_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "eval", "runs/x", "--prompts", "2", "--prompts=3")
     assert (code, err.count("\n")) == (2, 1)
