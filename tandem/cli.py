@@ -27,7 +27,7 @@ from tandem.config.stages import stage_names
 from tandem.errors import ConfigError, DataError, Stopped, TandemError
 from tandem.files import not_a_run
 from tandem.garbage import collected_seldom
-from tandem.launch.failure import complain, is_launched, leaving_at_signals
+from tandem.launch.failure import complain, is_launched, leaving_at_signals, place_of
 from tandem.launch.flags import LaunchOptions, launch_help, take_launch_flags
 from tandem.plan.layout_flags import layout_help, take_layout_flags
 from tandem.text import counted, ignore_line, visible
@@ -94,8 +94,7 @@ def _reported(args: list[str]) -> int:
     except OSError as error:
         if debug:
             traceback.print_exc()
-        line = f"{error.filename or 'a file'}: {error.strerror or error}"
-        return complain(line, 2, error)
+        return complain(f"{place_of(error)}: {error.strerror or error}", 2, error)
     except (RuntimeError, MemoryError) as error:
         from tandem.engine.oom import is_out_of_memory
         from tandem.text import named_line
@@ -144,10 +143,8 @@ def _run(args: list[str], debug: bool) -> int:
     if command not in commands:
         known = [*_run_commands(), *commands, "--help", "--version"]
         near = difflib.get_close_matches(command, known, n=1)
-        hint = "See tandem --help."
-        if near:
-            hint = f"Did you mean {near[0]}?"
-        elif command.startswith("-"):
+        hint = f"Did you mean {near[0]}?" if near else "See tandem --help."
+        if not near and command.startswith("-"):
             hint = f"Flags follow a command, as in: tandem train {command}."
         raise ConfigError(f"{command!r} is not a command. {hint}")
     try:
@@ -384,13 +381,15 @@ def _report(args: list[str]) -> int:
         raise ConfigError(not_a_run(options.run))
     from tandem.metrics.report import REPORT_FILE, write_report
 
+    file = options.output or os.path.join(options.run, REPORT_FILE)
     try:
-        print(write_report(options.run, options.output))
+        written = write_report(options.run, options.output)
     except OSError as error:
-        raise ConfigError(
-            f"{options.output or os.path.join(options.run, REPORT_FILE)} must be a file that can "
-            f"be written; got: {error.strerror}. Write it elsewhere by --output FILE."
-        ) from None
+        if Path(error.filename or file) != Path(file):
+            raise  # one that it reads
+        rule = f"{file} must be a file that can be written; got: {error.strerror}"
+        raise ConfigError(f"{rule}. Write it elsewhere by --output FILE.") from None
+    print(written)
     return 0
 
 

@@ -34,6 +34,16 @@ def write_new(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def read(path: Path) -> bytes:
+    """A file's content.
+
+    Raises:
+        OSError: it cannot be read; it names the file.
+    """
+    with named(path):
+        return path.read_bytes()
+
+
 def append(path: Path, content: bytes) -> None:
     """Append `content` to a file, made if missing; not synced.
 
@@ -122,7 +132,7 @@ def sync(path: Path) -> None:
 
 def sha256(path: Path) -> str:
     """The SHA-256 of a file's content, in hex."""
-    with path.open("rb") as file:
+    with path.open("rb") as file, named(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

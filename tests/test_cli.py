@@ -35,6 +35,18 @@ def ended(stdout: int, *args: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize("args", [("--help",), ("report", "run")])
+def test_what_cannot_be_printed_is_said_of_standard_output(
+    tmp_path: Path, args: tuple[str, ...]
+) -> None:
+    (tmp_path / "config.yaml").touch()
+    args = tuple(str(tmp_path) if arg == "run" else arg for arg in args)
+    with open("/dev/full", "wb") as full:
+        code, err = ended(full.fileno(), *args)
+    assert (code, err) == (2, "tandem: standard output: No space left on device\n")
+
+
 def test_a_run_goes_on_where_nobody_reads_what_it_prints(tmp_path: Path) -> None:
     """It once ended before its first step, with the exit code of a run that is done."""
     reader, writer = os.pipe()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tandem import files
+from tandem.metrics.records import read_metrics
 from tandem.tensor_files import Spec, TensorFile
 
 TENSORS = {
@@ -122,3 +124,24 @@ files.replace(Path(sys.argv[1]), b"new")
     files.remove_left(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*others, "data.json"])
     assert path.read_bytes() == b"old"
+
+
+def test_a_file_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system does not name it: a disk that fails, a file system that has gone."""
+
+    def fails(path: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    path = tmp_path / "metrics.jsonl"
+    path.touch()
+    monkeypatch.setattr(Path, "read_bytes", fails)
+    for read in (files.read, read_metrics_file):
+        with pytest.raises(OSError, match="Input/output error") as raised:
+            read(path)
+        assert raised.value.filename == str(path)
+
+
+def read_metrics_file(path: Path) -> object:
+    return read_metrics(path.parent)

@@ -66,6 +66,22 @@ def complain(line: str, code: int, error: BaseException | None = None) -> int:
     return code
 
 
+def place_of(error: OSError) -> str:
+    """What an OSError is about: its file; without one standard output, where that takes nothing, or
+    the working folder, where that is gone."""
+    if error.filename:
+        return str(error.filename)
+    try:
+        print(flush=True)
+    except OSError:
+        return "standard output"
+    try:
+        os.getcwd()
+    except OSError:
+        return "the working folder"
+    return "a file"
+
+
 @contextmanager
 def leaving_at_signals() -> Iterator[None]:
     """Within: a stopping signal ends this process at once, with one line and its code.

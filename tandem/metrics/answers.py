@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.files import append, replace
+from tandem.files import append, read, replace
 from tandem.metrics.records import ALARMS_FILE, METRICS_FILE, SAMPLES_FILE, json_line
 
 ANSWERS_FILE = "answers.jsonl"
@@ -82,7 +82,7 @@ class AnswerLines:
 
 
 def _lines(path: Path) -> list[bytes]:
-    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return read(path).splitlines(keepends=True) if path.exists() else []
 
 
 def _head(line: bytes) -> tuple[str, int, int]:

@@ -16,6 +16,7 @@ from typing import Any, TypedDict, TypeVar
 
 from tandem.errors import CheckpointError
 from tandem.files import append, replace
+from tandem.files import read as read_file
 
 T = TypeVar("T")
 
@@ -108,7 +109,7 @@ def cut_lines(
     if damaged:
         append(aside, b"".join(text + b"\n" for text in damaged.values()))
     kept = "".join(json_line(line) for _, (stage, step, line) in read if keep(stage, step)).encode()
-    if kept != path.read_bytes():
+    if kept != read_file(path):
         replace(path, kept)
     if not damaged:
         return ""
@@ -122,7 +123,7 @@ def _read(
 ) -> tuple[list[tuple[int, T]], dict[int, bytes]]:
     """The lines of a file that `parse` accepts and those that it rejects, by line number; a
     rejected last line is in neither."""
-    raw = path.read_bytes().rstrip().split(b"\n") if path.exists() else []
+    raw = read_file(path).rstrip().split(b"\n") if path.exists() else []
     read: list[tuple[int, T]] = []
     damaged: dict[int, bytes] = {}
     for number, text in enumerate(raw, start=1):

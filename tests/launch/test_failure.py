@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import DataError, RankError
-from tandem.launch.failure import complain, is_launched, kind_of, leave_failure, read_failure
+from tandem.launch.failure import (
+    complain,
+    is_launched,
+    kind_of,
+    leave_failure,
+    place_of,
+    read_failure,
+)
 
 
 def test_a_launched_rank_leaves_a_file_and_its_traceback(
@@ -65,3 +72,16 @@ def test_a_full_disk_under_the_log_hides_no_failure(
     failure = read_failure(tmp_path / "failure.json")
     assert failure is not None
     assert failure.line == "disk full"
+
+
+def test_what_an_error_of_the_system_is_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what has no name, a working folder that was removed is told from the rest."""
+    assert place_of(FileNotFoundError(2, "No such file or directory", "rows.jsonl")) == "rows.jsonl"
+    assert place_of(FileNotFoundError(2, "No such file or directory")) == "a file"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").mkdir()
+    os.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert place_of(FileNotFoundError(2, "No such file or directory")) == "the working folder"
