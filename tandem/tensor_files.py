@@ -1,7 +1,8 @@
-"""Safetensors files written tensor by tensor, synced."""
+"""Safetensors files opened, and written tensor by tensor, synced."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -9,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from tandem.files import named, write_all
+from tandem.text import first_line
 
 _DTYPES = {
     torch.float64: "F64",
@@ -31,6 +34,19 @@ _DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 _ALIGNMENT = 8
+
+
+def open_tensors(path: Path) -> Any:
+    """A safetensors file to read from, as `safe_open` gives it.
+
+    Raises:
+        OSError: it cannot be opened.
+        SafetensorError: it is damaged.
+    """
+    try:
+        return safe_open(path, framework="pt")
+    except RuntimeError as error:  # torch opens the file once more, and has no errors of the system
+        raise OSError(errno.EIO, first_line(error), str(path)) from error
 
 
 @dataclass(frozen=True, slots=True)

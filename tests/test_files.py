@@ -14,9 +14,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tandem import files
+from tandem import files, tensor_files
+from tandem.errors import ModelError
 from tandem.metrics.records import read_metrics
-from tandem.tensor_files import Spec, TensorFile
+from tandem.models.folder import read_headers
+from tandem.tensor_files import Spec, TensorFile, open_tensors
 
 TENSORS = {
     "bytes": torch.arange(7, dtype=torch.uint8),
@@ -145,3 +147,20 @@ def test_a_file_that_cannot_be_read_is_named(
 
 def read_metrics_file(path: Path) -> object:
     return read_metrics(path.parent)
+
+
+def test_a_file_that_torch_cannot_open_is_an_error_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch opens the file once more, and raises errors of its own."""
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+
+    def fails(path: Path, framework: str) -> object:
+        raise RuntimeError(f"unable to open file <{path}> in read-only mode: Too many open files")
+
+    monkeypatch.setattr(tensor_files, "safe_open", fails)
+    with pytest.raises(OSError, match="Too many open files") as raised:
+        open_tensors(tmp_path / "model.safetensors")
+    assert raised.value.filename == str(tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"safetensors files; got: .*Too many open files"):
+        read_headers(tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -17,6 +17,7 @@ from tandem.checkpoint.layout import LAYOUT, Layout, Stored, file_of
 from tandem.errors import CheckpointError
 from tandem.parallel.dtensor import piece_ranks, piece_rows
 from tandem.parallel.world import World
+from tandem.tensor_files import open_tensors
 
 
 class PieceFiles:
@@ -149,7 +150,7 @@ class PieceFiles:
             offset = piece_rows(stored.shape[0], len(stored.ranks), index)[0]
         try:
             if path not in self._open:
-                self._open[path] = safe_open(path, framework="pt")
+                self._open[path] = open_tensors(path)
             file = self._open[path]
             if not stored.shape:
                 tensor: Tensor = file.get_tensor(name)

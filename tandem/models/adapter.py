@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -40,6 +40,7 @@ from tandem.models.source import (
 )
 from tandem.models.token_layers import ROWS, attach_token_rows, matrices_of, token_layers
 from tandem.models.weight_files import Weight, WeightFile, Writers, plain_unit, write_files
+from tandem.tensor_files import open_tensors
 from tandem.text import cause_of
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -231,7 +232,7 @@ def _read_tensors(file: Path, numbers: Sequence[int]) -> tuple[dict[str, Tensor]
         numbers: how the base's files count its layers.
     """
     try:
-        with safe_open(file, framework="pt") as opened:
+        with open_tensors(file) as opened:
             tensors = {
                 own_name(key.removeprefix(_PREFIX), numbers): opened.get_tensor(key).to(
                     torch.float32

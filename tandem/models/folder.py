@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from tandem.errors import ModelError
+from tandem.tensor_files import open_tensors
 from tandem.text import cause_of, one_line
 
 INDEX = "model.safetensors.index.json"
@@ -94,7 +95,7 @@ def read_headers(folder: Path) -> list[StoredTensor]:
     found: list[StoredTensor] = []
     for file in sorted(folder.glob("*.safetensors")):
         try:
-            with safe_open(file, framework="pt") as opened:
+            with open_tensors(file) as opened:
                 for name in opened.keys():  # noqa: SIM118, it is not a mapping
                     view = opened.get_slice(name)
                     shape, dtype = tuple(view.get_shape()), str(view.get_dtype())
@@ -109,8 +110,8 @@ def is_equal(first: StoredTensor, second: StoredTensor) -> bool:
     if first.shape != second.shape:
         return False
     with (
-        safe_open(first.file, framework="pt") as one,
-        safe_open(second.file, framework="pt") as other,
+        open_tensors(first.file) as one,
+        open_tensors(second.file) as other,
     ):
         views = one.get_slice(first.name), other.get_slice(second.name)
         starts = range(0, first.shape[0] if first.shape else 0, _ROWS)

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -34,6 +33,7 @@ from tandem.models.quantized import PackedWeight, Pieces
 from tandem.models.scalar import has_scalar_head
 from tandem.models.source import files_of, keep_layer_numbers, keep_saved_dtype, whole_family
 from tandem.models.validate_checkpoint import is_finite
+from tandem.tensor_files import open_tensors
 
 _HEAD = f"{SCALAR_HEAD}."
 
@@ -76,7 +76,7 @@ class WeightFiles:
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         """Rows `first` to `last` of a tensor, float32."""
-        with safe_open(self._files[name], framework="pt") as opened:
+        with open_tensors(self._files[name]) as opened:
             rows: Tensor = opened.get_slice(name)[first:last]
             rows = rows.transpose(1, 2) if name in self._transposed else rows
             return rows.to(torch.float32)

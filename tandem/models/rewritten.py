@@ -8,7 +8,6 @@ for images, embeddings without rows for them, experts' matrices the other way ro
 from __future__ import annotations
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -17,6 +16,7 @@ from tandem.models.composite import decoder_names, has_image_rows, is_transposed
 from tandem.models.folder import read_headers
 from tandem.models.source import Located, files_of, whole_family
 from tandem.models.text_families import has_equal
+from tandem.tensor_files import open_tensors
 
 
 def read_rewritten(
@@ -43,7 +43,7 @@ def read_rewritten(
         return None
     found = {}
     for name, stored, shape in pairs:
-        with safe_open(files[keys[name]].file, framework="pt") as opened:
+        with open_tensors(files[keys[name]].file) as opened:
             tensor: Tensor = opened.get_tensor(keys[name])
         if is_transposed(name, stored, shape):
             tensor = tensor.transpose(1, 2)
