@@ -29,6 +29,7 @@ CONFIG_FILE = "config.yaml"
 _WANDB_IDS = "wandb.json"
 _FORMAT = "brain.Event:2"
 _numbers = count()
+_EVENTS = "events.out.tfevents"
 _BINS = 30
 _DT_STRING = 7  # tensorboard.compat.proto.types_pb2
 
@@ -97,10 +98,8 @@ class TensorBoard:
             raise ConfigError(_NO_TENSORBOARD) from error
         folder = run_dir / "tensorboard" / stage
         folder.mkdir(parents=True, exist_ok=True)
-        writer = (
-            f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers):06d}"
-        )
-        self._path = folder / f"events.out.tfevents.{writer}"
+        writer = f"{_after(folder):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers):06d}"
+        self._path = folder / f"{_EVENTS}.{writer}"
         self._stage = stage
         self._event, self._summary, self._records = Event, Summary, RecordWriter
         self._histogram, self._tensor, self._shape = HistogramProto, TensorProto, TensorShapeProto
@@ -219,6 +218,13 @@ class WandB:
     def close(self, failed: bool) -> None:
         """Finish the W&B run; it is marked as failed if the stage failed."""
         self._run.finish(exit_code=int(failed))
+
+
+def _after(folder: Path) -> int:
+    """The time for the name of a new file, in seconds: TensorBoard reads a folder's files by name,
+    so it is later than those of the files there, also if the clock was set back since."""
+    times = [file.name.removeprefix(f"{_EVENTS}.")[:10] for file in folder.glob(f"{_EVENTS}.*")]
+    return max([int(time.time()), *(int(text) + 1 for text in times if text.isdecimal())])
 
 
 def _markdown(prompt: str, answers: Mapping[str, Answer]) -> str:

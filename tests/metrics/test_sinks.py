@@ -60,6 +60,18 @@ def test_tensorboard_purges_the_steps_that_are_repeated(tmp_path, start, steps):
     assert found[-1] == (3, 7.0)
 
 
+def test_tensorboard_purges_also_where_the_clock_was_set_back(tmp_path, monkeypatch):
+    """Files are read by their names, which begin with the time."""
+    for now, start, steps in ((2000.9, 0, range(1, 6)), (1000.0, 2, (3,)), (1000.0, 3, (4,))):
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        log = MetricLog(tmp_path, "sft", 9, tensorboard=True, console=False, start_step=start)
+        with log:
+            for step in steps:
+                log.log(step, {"loss": float(step + 10 * start)})
+    found = scalars(tmp_path / "tensorboard" / "sft", "sft/loss")
+    assert found == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 34.0)]
+
+
 def test_a_missing_tensorboard_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     with pytest.raises(
