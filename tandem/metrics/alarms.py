@@ -102,23 +102,32 @@ def check_alarms(
     Raises:
         ConfigError: unknown stage, or a threshold for an unknown alarm.
     """
-    family = stage_of(stage).family
     own = thresholds or {}
-    for name in own:
+    _require_known(own)
+    name = stage_of(stage).name
+    if not history or history[-1].stage != name:
+        return []
+    return raised_by([record for record in history if record.stage == stage], own)
+
+
+def _require_known(thresholds: Mapping[str, float]) -> None:
+    for name in thresholds:
         if name not in {rule.name for rule in ALARMS}:
             raise ConfigError(
                 f"thresholds must name alarms of tandem.metrics.alarms; got {name!r}. "
                 f"Use one of {', '.join(rule.name for rule in ALARMS)}."
             )
-    if not history or history[-1].stage != stage:
-        return []
-    records = [record for record in history if record.stage == stage]
-    last = History(records, len(records))
-    alarms = []
+
+
+def raised_by(records: Sequence[Record], thresholds: Mapping[str, float]) -> list[Alarm]:
+    """`check_alarms` of one stage's records, at a cost that does not grow with their number."""
+    _require_known(thresholds)
+    stage, last, alarms = records[-1].stage, History(records, len(records)), []
+    family = stage_of(stage).family
     for rule in ALARMS:
         if rule.metric == "kl" and rule.condition == "above" and not stage_of(stage).rewarded:
             continue  # the teacher is far at first; that is what is learned
-        threshold = own.get(rule.name, rule.threshold)
+        threshold = thresholds.get(rule.name, rule.threshold)
         if family in rule.families and _is_raised(rule, last, threshold):
             value = rule.measure(last, rule.metric)
             assert value is not None

@@ -17,6 +17,8 @@ from tandem.metrics.records import Record
 
 _START = 3
 """Records averaged as the start value, since a single one is noisy."""
+_BEGINNING = 1000
+"""Records among which the first held-out value is looked for: a run may have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +44,11 @@ class History:
         """Up to `count` newest finite values, newest first."""
         return [value for _, value in itertools.islice(self.newest(metric), count)]
 
-    def first(self, metric: str, count: int) -> list[float]:
-        """Up to `count` oldest finite values."""
-        values = (record.values.get(metric, math.nan) for record in self.records[: self.end])
+    def first(self, metric: str, count: int, among: int | None = None) -> list[float]:
+        """Up to `count` oldest finite values, of the first `among` records or of all."""
+        end = self.end if among is None else min(among, self.end)
+        oldest = itertools.islice(self.records, end)
+        values = (record.values.get(metric, math.nan) for record in oldest)
         return list(itertools.islice(filter(math.isfinite, values), count))
 
 
@@ -77,7 +81,7 @@ def mean_over_beginning(history: History, metric: str) -> float | None:
     if len(values) < 5 + _START:
         return None
     start = statistics.fmean(history.first(metric, _START))
-    start = max([start, *history.first(f"heldout_{metric}", 1)])
+    start = max([start, *history.first(f"heldout_{metric}", 1, among=_BEGINNING)])
     return _ratio(statistics.fmean(values[:5]), start)
 
 

@@ -1,11 +1,12 @@
 import math
 import time
+from collections.abc import Sequence
 
 import pytest
 
 from tandem.config.stages import FAMILIES
 from tandem.errors import ConfigError
-from tandem.metrics.alarms import ALARMS, check_alarms
+from tandem.metrics.alarms import ALARMS, check_alarms, raised_by
 from tandem.metrics.names import METRIC
 from tandem.metrics.records import Record
 
@@ -180,3 +181,27 @@ def test_a_check_stays_cheap_in_a_long_run():
     for _ in range(20):
         check_alarms("ppo", records)
     assert (time.perf_counter() - start) / 20 < 0.05
+
+
+class Counted(Sequence):
+    """Records that count how often one of them is read."""
+
+    def __init__(self, records):
+        self.records, self.reads = records, 0
+
+    def __len__(self):
+        return len(self.records)
+
+    def __getitem__(self, place):
+        self.reads += 1
+        return self.records[place]
+
+
+def test_a_check_costs_no_more_late_in_a_run():
+    """Also where nothing is held out, so that there is no first held-out value to be found."""
+    reads = []
+    for count in (3000, 30_000):
+        records = Counted(history("sft", "loss", [2.0] * count))
+        assert raised_by(records, {}) == []
+        reads.append(records.reads)
+    assert reads[0] == reads[1]
