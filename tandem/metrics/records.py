@@ -100,15 +100,15 @@ def cut_lines(
     if not path.exists():
         return ""
 
-    def staged(line: Mapping[str, Any]) -> tuple[str, int, Mapping[str, Any]]:
+    def staged(line: Mapping[str, Any]) -> tuple[str, int]:
         parse(line)
-        return str(line["stage"]), int(line["step"]), line
+        return str(line["stage"]), int(line["step"])
 
     read, damaged = _read(path, staged)
     aside = path.with_name(f"{path.name}.damaged")
     if damaged:
         append(aside, b"".join(text + b"\n" for text in damaged.values()))
-    kept = "".join(json_line(line) for _, (stage, step, line) in read if keep(stage, step)).encode()
+    kept = b"".join(text + b"\n" for text, (stage, step) in read if keep(stage, step))
     if kept != read_file(path):
         replace(path, kept)
     if not damaged:
@@ -120,17 +120,17 @@ def cut_lines(
 
 def _read(
     path: Path, parse: Callable[[Mapping[str, Any]], T]
-) -> tuple[list[tuple[int, T]], dict[int, bytes]]:
-    """The lines of a file that `parse` accepts and those that it rejects, by line number; a
-    rejected last line is in neither."""
+) -> tuple[list[tuple[bytes, T]], dict[int, bytes]]:
+    """The lines of a file that `parse` accepts, each with what it made of it, and those that it
+    rejects, by line number; a rejected last line is in neither."""
     raw = read_file(path).rstrip().split(b"\n") if path.exists() else []
-    read: list[tuple[int, T]] = []
+    read: list[tuple[bytes, T]] = []
     damaged: dict[int, bytes] = {}
     for number, text in enumerate(raw, start=1):
         if not text.strip():
             continue
         try:
-            read.append((number, parse(json.loads(text.decode()))))
+            read.append((text, parse(json.loads(text.decode()))))
         except (ValueError, TypeError, KeyError, RecursionError):
             if number < len(raw):
                 damaged[number] = text

@@ -104,3 +104,13 @@ def test_lines_are_strict_json_and_safe_to_print():
     assert back["text"] == line["text"]
     assert back["values"] == {"a": "nan", "b": "-inf"}
     assert back["list"] == ["inf"]
+
+
+def test_cutting_does_not_write_what_another_program_has_spaced(tmp_path):
+    """Lines are kept as they are, not written anew from what they say."""
+    path = tmp_path / "metrics.jsonl"
+    text = '{"stage":"sft","step":1,"time":0,"values":{"loss":2.50}}\n'
+    path.write_text(text)
+    before = path.stat().st_ino
+    assert cut_lines(path, keep=lambda stage, step: True, parse=parse_record) == ""
+    assert (path.read_text(), path.stat().st_ino) == (text, before)
