@@ -243,6 +243,7 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
                 print_line(line)
     run.world.barrier()  # no rank changes the folder before every rank has looked at it
     run.open(command)
+    unfinished = _unfinished(run)  # another run may have had the folder until now
     run.write_json("data.json", json.loads(rows.ledger.to_json()))
     run.write_json(ROWS_FILE, shown_rows(rows))
     with report_at_a_stop(run), no_collection_of_old_objects():  # of libraries and rows

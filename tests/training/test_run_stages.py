@@ -121,6 +121,25 @@ def test_the_same_command_again_repeats_nothing(finished: tuple[Path, RunConfig]
     ]
 
 
+def test_what_another_run_finished_in_the_meantime_is_not_repeated(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second command reads its rows while the first one ends, and gets the folder then."""
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, stages=["sft"], **BRIEF)
+    opened = run_module.Run.open
+
+    def late(run: run_module.Run, command: str) -> None:
+        monkeypatch.setattr(run_module.Run, "open", opened)
+        quiet(config)
+        opened(run, command)
+
+    monkeypatch.setattr(run_module.Run, "open", late)
+    lines: list[str] = []
+    quiet(config, lines)
+    assert f"sft: finished before, in {tmp_path / 'run/sft'}" in lines
+    assert "sft: begins" not in lines
+
+
 def test_a_finished_step_is_not_taken_for_one_of_other_knobs(
     finished: tuple[Path, RunConfig],
 ) -> None:
