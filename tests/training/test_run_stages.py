@@ -114,7 +114,10 @@ def test_the_same_command_again_repeats_nothing(finished: tuple[Path, RunConfig]
     run, config = finished
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*.safetensors")}
     lines: list[str] = []
+    half_written = run / f".data.json.{2**22 + 1}"  # more than any process's number
+    half_written.touch()
     quiet(config, lines)
+    assert not half_written.exists()
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*.safetensors")} == before
     assert [line for line in lines if "finished before" in line] == [
         f"{step}: finished before, in {run / step}" for step in ("sft", "reward", "ppo")
