@@ -243,7 +243,8 @@ def judge_of(run: Run) -> str | None:
     trains it is finished: `reward_model` is then what that stage starts from."""
     if run.judge:
         return run.judge
-    source, rl = run.reward_source(), of_family(run.config.stages, "rl")
+    source = run.reward_source()
+    rl = [stage for stage in of_family(run.config.stages, "rl") if stage.rewarded]
     if leaving(run.config.stages, "reward model"):
         source = run.trained("reward model")
     if source is None or not (rl or run.trained("reward model")):

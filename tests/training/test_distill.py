@@ -187,6 +187,17 @@ def test_a_run_learns_and_speaks_of_no_reward(
     AutoModelForCausalLM.from_pretrained(run / "distill" / "ema")
 
 
+def test_a_reward_model_that_nothing_reads_is_not_loaded_at_the_end(
+    tmp_path: Path, tiny_model: str, teacher: str, preferences: str
+) -> None:
+    """The comparison of models needs none; `teacher` has no scalar head either."""
+    config = distilling(
+        tmp_path / "run", tiny_model, preferences, teacher, grpo__steps=1, reward_model=teacher
+    )
+    evaluation = json.loads((ran(config) / "evaluation.json").read_text())
+    assert set(evaluation["models"]) == {"base", "distill"}
+
+
 def test_conversations_with_an_environment_are_distilled(
     tmp_path: Path, tiny_model: str, teacher: str, preferences: str
 ) -> None:
