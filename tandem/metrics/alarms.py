@@ -33,7 +33,8 @@ class Rule:
     means and what to change. measure: the quantity; by default the metric's newest value.
     quantity: the same in words, if it is not just the metric. source: whose threshold it is.
     in_a_row: for how many records that have the metric. after_step: never at or before this step
-    (-1: also before the first update).
+    (-1: also before the first update). without_reward: the advice in a stage without rewards, if it
+    is another.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Rule:
     source: str = "Tandem's own"
     in_a_row: int = 1
     after_step: int = 0
+    without_reward: str = ""
 
     @property
     def families(self) -> tuple[Family, ...]:
@@ -123,15 +125,16 @@ def raised_by(records: Sequence[Record], thresholds: Mapping[str, float]) -> lis
     """`check_alarms` of one stage's records, at a cost that does not grow with their number."""
     _require_known(thresholds)
     stage, last, alarms = records[-1].stage, History(records, len(records)), []
-    family = stage_of(stage).family
+    family, rewarded = stage_of(stage).family, stage_of(stage).rewarded
     for rule in ALARMS:
-        if rule.metric == "kl" and rule.condition == "above" and not stage_of(stage).rewarded:
+        if rule.metric == "kl" and rule.condition == "above" and not rewarded:
             continue  # the teacher is far at first; that is what is learned
         threshold = thresholds.get(rule.name, rule.threshold)
         if family in rule.families and _is_raised(rule, last, threshold):
             value = rule.measure(last, rule.metric)
             assert value is not None
-            advice = f"{rule.meaning} {rule.advice}"
+            todo = rule.advice if rewarded else rule.without_reward or rule.advice
+            advice = f"{rule.meaning} {todo}"
             alarms.append(Alarm(stage, last.record.step, rule.name, value, threshold, advice))
     return alarms
 

@@ -1,10 +1,11 @@
 import math
+import re
 import time
 from collections.abc import Sequence
 
 import pytest
 
-from tandem.config.stages import FAMILIES
+from tandem.config.stages import FAMILIES, stage_of
 from tandem.errors import ConfigError
 from tandem.metrics.alarms import ALARMS, check_alarms, raised_by
 from tandem.metrics.names import METRIC
@@ -45,6 +46,7 @@ SINGLE = {
     "grades-unexplained": ("reward", "heldout_grade_explained", [-0.1] * 11, [-0.1] * 10),
     "heldout-accuracy-chance": ("reward", "heldout_accuracy", [0.5] * 11, [0.5] * 10),
 }
+METRICS_OF_REWARDS = {"clip_fraction", "explained_variance", "critic_grad_norm"}
 OTHERS = {"not-finite", "accuracy-overfit", "length-limit", "reward-overfit"}
 
 
@@ -112,6 +114,21 @@ def test_an_alarm_has_its_rules_value_and_threshold():
     assert alarm.value == pytest.approx(0.3)
     assert alarm.threshold == 0.2
     assert "missing_eos_penalty" in alarm.advice
+
+
+def test_a_stage_without_rewards_is_told_no_knob_that_it_refuses():
+    unread = {name for name in stage_of("distill").unread if "_" in name}
+    for rule in ALARMS:
+        advice = rule.without_reward or rule.advice
+        if "reward" in rule.metric or rule.metric in METRICS_OF_REWARDS:
+            continue  # it has no such metric
+        if rule.metric == "kl" and rule.condition == "above":
+            continue  # it has no such alarm
+        if "rl" in rule.families:
+            assert not unread & set(re.findall(r"\w+", advice)), rule.name
+            assert "reward" not in advice, rule.name
+    (alarm,) = check_alarms("distill", history("distill", "eos_rate", [0.1] * 3))
+    assert alarm.advice.endswith("Raise sampling.max_new_tokens, or train SFT longer.")
 
 
 def test_answers_at_the_length_limit_raise_an_alarm():
