@@ -52,12 +52,12 @@ class MovingAverage:
         addresses; after: with its own weights, bit for bit."""
         parameters = self._parameters()
         pieces = {name: local(parameters[name].detach()) for name in self.shadow}
-        own = {
-            name: local(self._masters[parameters[name]])
-            if parameters[name] in self._masters
-            else piece.clone()
-            for name, piece in pieces.items()
-        }
+        own = {}
+        for name, piece in pieces.items():
+            master = self._masters.get(parameters[name])
+            # A float32 weight may be its own master, which the average is about to overwrite.
+            is_apart = master is not None and local(master).data_ptr() != piece.data_ptr()
+            own[name] = local(master) if master is not None and is_apart else piece.clone()
         try:
             for name, piece in pieces.items():
                 piece.copy_(local(self.shadow[name]))

@@ -15,6 +15,7 @@ from tandem.engine.ema import MovingAverage
 from tandem.engine.learner import Learner, learning_rate_factor, parameter_groups
 from tandem.engine.update import LossTerm, MicroBatchLoss, _accumulated
 from tandem.errors import CheckpointError, ModelError, NumericsError
+from tandem.parallel.masters import MasterAdamW
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
@@ -194,3 +195,18 @@ def test_applied_average_is_taken_off_bit_for_bit_even_after_an_error() -> None:
     assert seen is not None
     assert torch.equal(seen, average.shadow["weight"])
     assert torch.equal(model.weight, own)
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
+def test_an_average_gives_back_weights_that_are_their_own_masters(states: Any) -> None:
+    model = nn.Linear(32, 32)
+    optimizer = MasterAdamW(
+        [{"params": list(model.parameters()), "lr": 1e-3}], betas=(0.9, 0.95), states=states
+    )
+    average = MovingAverage(model, 0.9, optimizer.masters)
+    with torch.no_grad():
+        model.weight += 1.0
+    own = model.weight.detach().clone()
+    with average.applied():
+        assert not model.weight.equal(own)
+    assert model.weight.equal(own)
