@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,6 +51,9 @@ class RunFolder:
     notices: tuple[str, ...]
     predictions: tuple[Mapping[str, Any], ...] = ()
     evaluations: tuple[Mapping[str, Any], ...] = ()
+    _points: dict[tuple[str, str], dict[float, float]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def stages(self) -> list[Stage]:
         """The known stages with records, in the order in which they first logged."""
@@ -59,12 +62,12 @@ class RunFolder:
 
     def series(self, stage: str, metric: str) -> list[tuple[float, float]]:
         """(step, value) of one metric in the order of steps, nan and inf included."""
-        points = {
-            float(r.step): r.values[metric]
-            for r in self.records
-            if r.stage == stage and metric in r.values
-        }
-        return sorted(points.items())
+        if not self._points:  # once for all: a report asks for hundreds
+            for record in self.records:
+                for name, value in record.values.items():
+                    found = self._points.setdefault((record.stage, name), {})
+                    found[float(record.step)] = value
+        return sorted(self._points.get((stage, metric), {}).items())
 
 
 def read_folder(run_dir: Path | str) -> RunFolder:
