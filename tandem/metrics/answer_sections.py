@@ -79,7 +79,8 @@ class AnswerRecords:
                 continue
             ends = [lines[0]] if len(lines) == 1 else [lines[0], lines[-1]]
             figures = [figure for line in ends for figure in _histograms(line, ends)]
-            rows.append({"title": stage.title, "figures": figures})
+            rewarded = any("reward" in line for line in ends)
+            rows.append({"title": stage.title, "figures": figures, "rewarded": rewarded})
         return rows
 
     def followed(self) -> list[Row]:

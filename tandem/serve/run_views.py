@@ -247,7 +247,9 @@ def prompts(run: RunFiles, stage: str) -> View:
             (_reward(_at(lines, step)), _reward(_at(lines, steps[0])))
             for lines in followed.values()
         ]
-        rates.append({"step": step, "against": steps[0], **asdict(WinRate.of(pairs))})
+        rate = WinRate.of(pairs)
+        if rate.wins + rate.ties + rate.losses:  # none without rewards
+            rates.append({"step": step, "against": steps[0], **asdict(rate)})
     return {"stage": stage, "steps": steps, "prompts": shown, "win_rates": rates}
 
 

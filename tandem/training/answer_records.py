@@ -55,11 +55,12 @@ class AnswerKeeper:
         mask = rollout.batch.response_mask
         rewards = scored.mixed.masked_fill(~scored.is_scored, torch.nan)
         kls = None if log_ratios is None else (log_ratios.to(mask.device) * mask).sum(dim=1)
+        rewarded = bool(scored.is_scored.any())
         return [
             {
                 **_asked(rollout.prompts[row]),
                 **_answered(rollout, row),
-                "reward": _rounded(float(rewards[row])),
+                **({"reward": _rounded(float(rewards[row]))} if rewarded else {}),
                 **({} if kls is None else {"kl": _rounded(float(kls[row]))}),
             }
             for row in range(len(rollout))

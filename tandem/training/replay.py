@@ -139,7 +139,10 @@ def _answer_table(made: Experience, row: int, pieces: TokenPieces) -> Table:
     """One answer by token: log-probs and KL in nats, the rest in reward units; the advantage as the
     update reads it, whitened or not."""
     source = made.rollout.prompts[row].source if len(made.rollout) == len(made) else None
-    title = f"answer {row + 1}, score {float(made.scores[row]):.4g}"
+    rewarded = not bool(made.scores.isnan().all())
+    title = f"answer {row + 1}"
+    if rewarded:
+        title += f", score {float(made.scores[row]):.4g}"
     if source is not None:
         title += f", prompt from {source}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
@@ -149,8 +152,8 @@ def _answer_table(made: Experience, row: int, pieces: TokenPieces) -> Table:
         "reference": reference,
         "kl": None if reference is None else made.old_logprobs - reference,
         "value": made.values,
-        "reward": made.rewards,
-        "advantage": made.advantages,
+        "reward": made.rewards if rewarded else None,
+        "advantage": made.advantages if rewarded else None,
         "return": made.returns,
     }
     shown = {name: numbers[row] for name, numbers in columns.items() if numbers is not None}

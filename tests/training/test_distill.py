@@ -21,8 +21,11 @@ from tandem.engine.update import training_mode
 from tandem.errors import ConfigError
 from tandem.metrics.folder import read_folder
 from tandem.objectives.divergence import EXACT
+from tandem.serve.run_files import RunFiles
+from tandem.serve.run_views import prompts
 from tandem.training.algorithm import actor_loss
 from tandem.training.ppo_trainer import PPOTrainer
+from tandem.training.replay import replay
 from tandem.types import Experience
 from tests.ranks import on_ranks
 from tests.tiny import save_tiny_model, tiny_config, tiny_llama, tiny_tokenizer
@@ -158,8 +161,9 @@ def test_padding_of_either_vocabulary_is_left_out(
 
 
 def test_a_run_learns_and_speaks_of_no_reward(
-    tmp_path: Path, tiny_model: str, teacher: str, preferences: str
-) -> None:
+    tmp_path: Path, tiny_model: str, teacher: str, preferences: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     config = distilling(
         tmp_path / "run", tiny_model, preferences, teacher, grpo__steps=12, grpo__ema=True,
         grpo__actor={"learning_rate": 1e-2}, grpo__eval_every=4, grpo__keep_best=True,
@@ -179,9 +183,22 @@ def test_a_run_learns_and_speaks_of_no_reward(
     answers = [json.loads(line) for line in (run / "answers.jsonl").read_text().splitlines()]
     assert answers
     assert not any({"reward", "advantage"} & line.keys() for line in answers)
+    for name in ("rollouts.jsonl", "followed.jsonl"):
+        kept = [json.loads(line) for line in (run / name).read_text().splitlines()]
+        assert kept
+        assert not any("reward" in line for line in kept)
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "Curves" in page
     assert "Win rates" not in page
+    assert "Distributions" in page
+    assert "Rewards are" not in page
+    assert '<span class="score' not in page
+    assert prompts(RunFiles(run), "distill")["win_rates"] == []
+    assert replay(str(run), 2, rows=1) == 0
+    shown = capsys.readouterr().out
+    assert "answer 1, prompt from" in shown
+    assert "reference" in shown
+    assert not [word for word in ("score", "reward", "advantage", "nan") if word in shown]
     assert "kl-high" not in {alarm["alarm"] for alarm in folder.alarms}
     AutoModelForCausalLM.from_pretrained(run / "distill" / "actor")
     AutoModelForCausalLM.from_pretrained(run / "distill" / "ema")

@@ -76,8 +76,13 @@ export async function rolloutsView(holder, query, { remember, left }) {
     restart(first);
   }
 
+  /** A stage without rewards has none. */
+  function rewardChip(x) {
+    return x.reward === undefined ? "" : h("span", { class: `chip ${number(x.reward) < 0 ? "neg" : "pos"}` }, `reward ${signed(x.reward)}`);
+  }
+
   function answerRow(row) {
-    return [h("span", { class: "rowtop" }, h("span", { class: "chip" }, `step ${row.step}`), h("span", { class: `chip ${number(row.reward) < 0 ? "neg" : "pos"}` }, `reward ${signed(row.reward)}`),
+    return [h("span", { class: "rowtop" }, h("span", { class: "chip" }, `step ${row.step}`), rewardChip(row),
       row.kl === undefined ? "" : h("span", { class: "chip" }, `KL ${short(row.kl)}`), h("span", { class: "chip" }, `${counted(row.length, "token")}${row.finished ? "" : ", cut"}`)),
     h("span", { class: "rowprompt", dir: "auto" }, row.prompt), h("span", { class: "rowtext", dir: "auto" }, row.text || "(empty)")];
   }
@@ -100,7 +105,7 @@ export async function rolloutsView(holder, query, { remember, left }) {
       h("div", { class: "turn assistant" }, h("span", { class: "role" }, "answer"), tokens),
       h("div", { class: "toolbar tight" }, known.length ? field("Color by", choose(known, measure, (value) => { measure = value; draw(); })) : "",
         button("Follow this prompt", () => { state.tab = "prompt"; state.prompt = whole.prompt_id; keep(); draw2(); }, { class: "quiet" })),
-      h("dl", { class: "facts" }, [["reward", signed(whole.reward, 4)], ["KL of the answer", row.kl === undefined ? "–" : `${short(row.kl, 4)} nats`], ["length", `${whole.length} tokens`], ["ended", whole.finished ? "with a stop token" : "cut at the limit"]].map(([term, value]) => h("div", {}, h("dt", {}, term), h("dd", {}, value))))));
+      h("dl", { class: "facts" }, [...(whole.reward === undefined ? [] : [["reward", signed(whole.reward, 4)]]), ["KL of the answer", row.kl === undefined ? "–" : `${short(row.kl, 4)} nats`], ["length", `${whole.length} tokens`], ["ended", whole.finished ? "with a stop token" : "cut at the limit"]].map(([term, value]) => h("div", {}, h("dt", {}, term), h("dd", {}, value))))));
     draw();
     const draw2 = () => { drawTabs(); drawPrompt(); };
   }
@@ -112,7 +117,7 @@ export async function rolloutsView(holder, query, { remember, left }) {
     if (!state.prompt && found.prompts.length) state.prompt = found.prompts[0].id;
     const known = found.prompts.some((one) => one.id === state.prompt);
     if (!state.prompt) { show(body, nothing("No prompt is followed in this stage: it has no held-out prompts, or was run by an earlier version.")); return; }
-    const names = found.prompts.map((one) => [one.id, `${one.prompt.slice(0, 70)} (${signed(one.first)} → ${signed(one.last)})`]);
+    const names = found.prompts.map((one) => [one.id, one.prompt.slice(0, 70) + (one.first === null ? "" : ` (${signed(one.first)} → ${signed(one.last)})`)]);
     if (!known && state.prompt) names.push([state.prompt, "the chosen training prompt"]);
     tools.append(h("div", { class: "grow" }, field("Prompt, with its reward first and last", choose(names, state.prompt, (value) => { state.prompt = value; keep(); drawPrompt(); }))));
     const one = await runs.of(state.run, "prompt", { stage: state.stage, id: state.prompt });
@@ -128,7 +133,7 @@ export async function rolloutsView(holder, query, { remember, left }) {
     show(body, h("div", { class: "panel" }, (one.prompt || []).map((turn) => h("div", { class: `turn ${turn.role}` }, h("span", { class: "role" }, turn.role), h("p", { dir: "auto" }, turn.content)))),
       h("h2", {}, "Numbers over training"), h("div", { class: "figures" }, charts),
       h("h2", {}, "Answers over training"), h("ol", { class: "timeline" }, answers.map((x, i) => h("li", { class: "panel" },
-        h("div", { class: "rowtop" }, h("span", { class: "chip" }, `step ${x.step}`), h("span", { class: "chip" }, x.kind), h("span", { class: `chip ${number(x.reward) < 0 ? "neg" : "pos"}` }, `reward ${signed(x.reward)}`), x.kl === undefined ? "" : h("span", { class: "chip" }, `KL ${short(x.kl)}`), h("span", { class: "chip" }, `${counted(x.length, "token")}${x.finished ? "" : ", cut"}`)),
+        h("div", { class: "rowtop" }, h("span", { class: "chip" }, `step ${x.step}`), h("span", { class: "chip" }, x.kind), rewardChip(x), x.kl === undefined ? "" : h("span", { class: "chip" }, `KL ${short(x.kl)}`), h("span", { class: "chip" }, `${counted(x.length, "token")}${x.finished ? "" : ", cut"}`)),
         h("p", { class: "text", dir: "auto" }, difference(i ? answers[i - 1].text : null, x.text))))),
       found.win_rates.length ? [h("h2", {}, `Win rates against step ${found.steps[0]}`), h("p", { class: "soft small" }, "All followed prompts; a tie counts half. The interval is Wilson's at 95 %."), h("div", { class: "panel scroll", tabindex: 0, role: "group", "aria-label": "Win rates by step" }, h("table", {},
         h("thead", {}, h("tr", {}, ["step", "wins, ties, losses", "win rate", "interval"].map((head) => h("th", { scope: "col" }, head)))),
@@ -146,7 +151,7 @@ export async function rolloutsView(holder, query, { remember, left }) {
     if (!found.rows.length) { show(body, nothing("The two have no held-out prompt in common.")); return; }
     const rate = found.win_rate, before = `${state.run} step ${found.before}`, after = `${other.id} step ${found.after}`;
     const rows = [...found.rows].sort((a, b) => Math.abs(number(b.after.reward) - number(b.before.reward)) - Math.abs(number(a.after.reward) - number(a.before.reward)));
-    const side = (label, x, best, earlier = null) => h("div", { class: "answer" }, h("div", { class: "head" }, h("b", {}, label), h("span", { class: `score${best ? " best" : ""}` }, `reward ${signed(x.reward)}`)), h("p", { class: "text", dir: "auto" }, difference(earlier, x.text)), h("p", { class: "soft small" }, `${counted(x.length, "token")}${x.kl === undefined ? "" : `, KL ${short(x.kl)}`}`));
+    const side = (label, x, best, earlier = null) => h("div", { class: "answer" }, h("div", { class: "head" }, h("b", {}, label), h("span", { class: `score${best ? " best" : ""}` }, x.reward === undefined ? "" : `reward ${signed(x.reward)}`)), h("p", { class: "text", dir: "auto" }, difference(earlier, x.text)), h("p", { class: "soft small" }, `${counted(x.length, "token")}${x.kl === undefined ? "" : `, KL ${short(x.kl)}`}`));
     show(body, h("div", { class: "panel winrate" }, h("p", {}, h("b", {}, after), " scores higher than ", h("b", {}, before), " on ", h("b", {}, percent(rate.rate)), ` of ${found.rows.length} prompts (${percent(rate.low)} to ${percent(rate.high)}, Wilson 95 %): ${counted(rate.wins, "win")}, ${counted(rate.ties, "tie")}, ${counted(rate.losses, "loss", "losses")}.`), intervalBar(rate),
       found.only_before || found.only_after ? h("p", { class: "soft small" }, `Not compared: ${found.only_before} prompts of the first alone, ${found.only_after} of the second.`) : ""),
     h("h2", {}, "Largest changes first"), rows.map((row) => h("article", { class: "panel" }, h("p", { class: "prompt", dir: "auto" }, row.prompt), h("div", { class: "answers" },
