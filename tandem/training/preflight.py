@@ -9,7 +9,7 @@ from operator import attrgetter
 from tandem.config.conversations import answer_tokens
 from tandem.config.engine import engine_settings
 from tandem.config.rules import has_reference, selecting, warmup_problem
-from tandem.config.schema import PPOConfig, RunConfig, rl_section
+from tandem.config.schema import PPOConfig, RLConfig, RunConfig, rl_section
 from tandem.config.scoring import weighted_models
 from tandem.config.stages import in_order, leaving, of_family, rl_stage
 from tandem.config.updates import minibatch_size, num_rollouts
@@ -332,6 +332,13 @@ def _empty_steps(config: RunConfig, rows: StepRows) -> list[str]:
                 causes.append(f"The schemas of {section}.tools are in each prompt, and {room}")
             told = f"stage {stage.name} must have at least one row; got none"
             problems.append(". ".join((told, *causes)))
+        section = getattr(config, stage.section)
+        mixes = isinstance(section, RLConfig) and stage.reads(f"{stage.section}.ptx_data")
+        if mixes and section.ptx_data and section.ptx_coef > 0 and not rows.ptx:
+            problems.append(
+                f"{stage.section}.ptx_data must have a text to mix in; got none. See the data "
+                "account above, or give --dataset.on-long-row truncate"
+            )
     return problems
 
 

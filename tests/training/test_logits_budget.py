@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,8 +55,9 @@ def budget_of(rows: int, vocabulary: int) -> Iterator[Widest]:
 def test_no_stage_exceeds_it(
     stages: list[str], tiny_model: str, preferences: str, tmp_path: Path
 ) -> None:
-    texts = tmp_path / "texts.txt"
-    texts.write_text("A long walk in the rain.\n" * 400, encoding="utf-8")
+    texts = tmp_path / "texts.jsonl"
+    walks = [json.dumps({"text": f"{number} long walks in the rain."}) for number in range(400)]
+    texts.write_text("\n".join(walks), encoding="utf-8")
     config = tiny_config(
         tmp_path / "run",
         tiny_model,

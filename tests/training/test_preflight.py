@@ -322,6 +322,22 @@ def test_a_bias_that_cannot_be_added_is_found_before_any_stage(
             check_rows(biased, rows, tiny_model, tiny_model)
 
 
+def test_a_mixture_of_which_every_text_is_dropped_is_found_before_any_stage(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    texts = tmp_path / "texts.txt"
+    texts.write_text("A long walk in the rain.\n" * 400, encoding="utf-8")
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, stages=["reward", "ppo"],
+        ppo__ptx_data=[str(texts)],
+    )  # fmt: skip
+    rows = prepare_rows(config, tiny_model, tiny_model)
+    with pytest.raises(ConfigError, match=r"ppo\.ptx_data must have a text to mix in; got none"):
+        check_rows(config, rows, tiny_model, tiny_model)
+    off = replace(config, ppo=replace(config.ppo, ptx_coef=0.0))
+    check_rows(off, prepare_rows(off, tiny_model, tiny_model), tiny_model, tiny_model)
+
+
 def test_a_system_prompt_that_no_template_can_place_is_refused() -> None:
     values = {"dataset": {"chat_template": "none", "system_prompt": "Be brief."}}
     with pytest.raises(ConfigError, match=r"system_prompt must be empty with dataset\.chat"):
