@@ -7,7 +7,7 @@ another run can tell the whole way.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from tandem.checkpoint.beside import manifest_above
 from tandem.checkpoint.folder import MANIFEST, read_manifest
@@ -39,7 +39,8 @@ class Step(TypedDict):
 
     model: its folder. title: the stage's. base: what it started from. root: the model that no stage
     made. titles: of all stages from there on. data: its share of the data, of which an RL stage
-    takes as much as its steps need. rewards: what rewarded it.
+    takes as much as its steps need. rewards: what rewarded it. teacher: whose distributions it
+    learned, if it did.
     """
 
     model: str
@@ -49,14 +50,17 @@ class Step(TypedDict):
     titles: list[str]
     data: list[Rows]
     rewards: list[str]
+    teacher: NotRequired[str]
 
 
 def lineage_of(run: Run, stage: Stage) -> list[Step]:
-    """All stages that led to the model that the stage makes, those of its reward model too; the
-    stage itself is the last."""
+    """All stages that led to the model that the stage makes, those of its reward model or teacher
+    too; the stage itself is the last."""
     start = _start(run, stage)
     before = recorded(start)
-    reward = _reward_model(run, stage)
+    reward, teacher = _reward_model(run, stage), ""
+    if not stage.rewarded:
+        teacher = run.config.reference_model
     accounts = run.rows.ledger.datasets.values() if run.rows else ()
     step = Step(
         model=str(run.path / stage.model_folder),
@@ -71,8 +75,10 @@ def lineage_of(run: Run, stage: Stage) -> list[Step]:
         ],
         rewards=_rewards(run, stage, reward),
     )
+    if teacher:
+        step["teacher"] = teacher if recorded(teacher) else _named(teacher)
     found: list[Step] = []
-    for earlier in (*before, *recorded(reward)):
+    for earlier in (*before, *recorded(reward), *recorded(teacher)):
         if earlier not in found:
             found.append(earlier)
     return [*found, step]

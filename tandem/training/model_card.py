@@ -188,6 +188,8 @@ def _stages(lineage: Sequence[Step], stage: Stage) -> str:
         rows = rows or "what its program gave"
         if step["rewards"]:
             rows += f"; rewarded by {', '.join(step['rewards'])}"
+        if teacher := step.get("teacher"):
+            rows += f"; taught by {teacher}"
         cells = (f"`{step['model']}`", step["title"], f"`{step['base']}`", rows)
         lines.append(f"| {' | '.join(map(_cell, cells))} |")
     return "\n".join(lines)

@@ -215,6 +215,16 @@ def test_a_reward_model_that_nothing_reads_is_not_loaded_at_the_end(
     assert set(evaluation["models"]) == {"base", "distill"}
 
 
+def test_the_card_says_who_taught_it(tmp_path: Path, tiny_model: str, preferences: str) -> None:
+    """And how the teacher came to be."""
+    taught = ran(tiny_config(tmp_path / "sft", tiny_model, preferences, stages=["sft"])) / "sft"
+    config = distilling(tmp_path / "run", tiny_model, preferences, str(taught), grpo__steps=1)
+    card = (ran(config) / "distill" / "actor" / "README.md").read_text(encoding="utf-8")
+    rows = [line for line in card.splitlines() if line.startswith("| ")]
+    assert any("On-policy distillation" in row and f"taught by {taught}" in row for row in rows)
+    assert any("Supervised fine-tuning" in row and str(taught) in row for row in rows)
+
+
 def test_conversations_with_an_environment_are_distilled(
     tmp_path: Path, tiny_model: str, teacher: str, preferences: str
 ) -> None:
