@@ -131,6 +131,9 @@ def show_comparison(
         title: on which rows.
     """
     console = console or Console()
+    if not any(evaluation["models"].values()):
+        console.print("nothing was measured: no row is held out. Give --data FILE.", soft_wrap=True)
+        return
     console.print(figures_table(evaluation["models"], title))
     if evaluation.get("reliability"):
         console.print(reliability_table(evaluation["reliability"]))

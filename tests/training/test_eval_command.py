@@ -88,6 +88,20 @@ def test_a_run_is_evaluated_from_any_folder_and_its_base_may_have_moved(
     assert "sft: finished before" in "".join(lines), "and nothing is compared anew"
 
 
+def test_a_run_without_held_out_rows_says_so(
+    tmp_path: Path, tiny_model: str, preferences: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, stages=["sft"], dataset__heldout=0.0
+    )
+    ran(config)
+    capsys.readouterr()
+    assert main(["eval", config.output_dir]) == 0
+    said = capsys.readouterr().out
+    assert "nothing was measured: no row is held out. Give --data FILE." in said
+    assert "metric" not in said
+
+
 def test_what_the_reward_stage_starts_from_scores_nothing(
     tmp_path: Path, tiny_model: str, preferences: str
 ) -> None:
