@@ -24,7 +24,7 @@ def critic_free_problems(config: RunConfig, stage: Stage) -> Iterator[str]:
         "grpo.advantage_scale is group-std": by_knobs and grpo.advantage_scale == "group-std",
         f"grpo.sampling_rounds is {grpo.sampling_rounds}": grpo.sampling_rounds > 1,
     }
-    if samples < 2 and any(needs.values()):
+    if stage.rewarded and samples < 2 and any(needs.values()):
         why = next(reason for reason, holds in needs.items() if holds)
         yield (
             f"sampling.samples_per_prompt must be >= 2 where {why}: answers to one prompt are "

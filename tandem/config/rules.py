@@ -315,9 +315,13 @@ def _unread_by_stages(config: RunConfig) -> Iterator[str]:
         section = getattr(config, stage.section)
         own = {name.partition(".")[2]: value for name, value in stage.defaults.items()
                if name.startswith(f"{stage.section}.")}  # fmt: skip
-        defaults = type(section)(**own)
+        defaults = beside = type(section)(**own)
+        if isinstance(section, GRPOConfig):  # an unread algorithm is told of, not what it sets
+            beside = GRPOConfig(**own, algorithm=section.algorithm)
         for name in stage.unread:
             read = any(s.reads(f"{stage.section}.{name}") for s in stages)
+            if name != "algorithm" and getattr(section, name) == getattr(beside, name):
+                continue
             if not read and getattr(section, name) != getattr(defaults, name):
                 yield (
                     f"{stage.section}.{name} must keep its default in {stage.name}, which does not "

@@ -302,3 +302,17 @@ def test_its_placements_are_named_alike_everywhere() -> None:
     assert EXACT == EXACT_KL
     choices = get_args(get_type_hints(GRPOConfig)["kl"])
     assert set(EXACT) < set(choices)
+
+
+def test_an_algorithm_is_refused_without_the_knobs_that_it_sets(
+    tmp_path: Path, tiny_model: str, teacher: str, preferences: str
+) -> None:
+    config = distilling(tmp_path, tiny_model, preferences, teacher, grpo__algorithm="dapo")
+    with pytest.raises(ConfigError, match=r"^grpo\.algorithm must keep its default") as told:
+        check_config(config)
+    assert "clip_high" not in str(told.value)
+    config = distilling(
+        tmp_path, tiny_model, preferences, teacher, grpo__algorithm="dapo", grpo__clip_low=0.3
+    )
+    with pytest.raises(ConfigError, match=r"grpo\.clip_low must keep its default"):
+        check_config(config)
