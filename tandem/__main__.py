@@ -28,7 +28,9 @@ def _open_closed_streams() -> None:
     may start a command: Python has None for them, and the next file would get their number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)  # of a child, too
+            setattr(sys, name, stream)
 
 
 def _wait_briefly() -> None:

@@ -380,3 +380,15 @@ sys.exit(command.main())
     shell = 'exec "$0" -c "$1" <&- >&- 2>&-'
     subprocess.run(["sh", "-c", shell, sys.executable, code], check=True)
     assert told.read_text() == repr(["", False, [0, 1, 2]])
+
+
+def test_what_stands_for_closed_streams_is_there_for_children_too(tmp_path: Path) -> None:
+    """Their own files would get those numbers; a reward function's process ended by it."""
+    code = (
+        "import os, sys; from tandem.__main__ import _open_closed_streams as f; f(); "
+        "streams = sys.stdin, sys.stdout, sys.stderr; "
+        "open(sys.argv[1], 'w').write(str([os.get_inheritable(s.fileno()) for s in streams]))"
+    )
+    shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
+    subprocess.run([*shell, sys.executable, "-c", code, str(tmp_path / "found")], check=True)
+    assert (tmp_path / "found").read_text() == "[True, True, True]"

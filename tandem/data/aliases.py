@@ -103,6 +103,8 @@ def find_pair_names(row: Row, shape: str) -> dict[str, str]:
     is_prompt = isinstance(asked, list | tuple) and first_role(asked[-1:]) != "assistant"
     if shape not in ("", "prompt") and not (shape in ("messages", "sharegpt") and is_prompt):
         return {}
+    if has_answer(row):
+        return {}
     found = [two for two in _PAIRS if all(row.get(name) is not None for name in two)]
     return dict(zip(_PAIR, found[0], strict=True)) if len(found) == 1 else {}
 
@@ -145,6 +147,11 @@ def whole_prompt(row: Row, column: str) -> tuple[Any, set[str]]:
         turns: Turns = (*history, Message("user", prompt_turns(value, column)[-1].content))
         return turns, read
     return value, read
+
+
+def has_answer(row: Row) -> bool:
+    """Whether a row has an answer of its own under a name of `completion`."""
+    return any(says_something(row.get(name)) for name in _ANSWERS)
 
 
 def several_answers(row: Row) -> str:

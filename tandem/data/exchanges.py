@@ -7,18 +7,21 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tandem.data.aliases import DIALOGS
+from tandem.data.aliases import DIALOGS, QUESTIONS, has_answer, says_something
 from tandem.data.answer_lists import json_list
 from tandem.data.tools import are_calls
 
 _KEYS = (("input", "output"), ("human", "assistant"))
 """Of a question and its answer, as Capybara and XTuner have them, and Firefly."""
+_LABEL = re.compile(r"\s*(human|user|assistant|gpt|bot|system)\s*:", re.IGNORECASE)
 _MESSAGE = re.compile(r"\s*\{\s*\"(role|content|from|value)\"\s*:")
 
 
 def with_messages(row: dict[str, Any]) -> dict[str, Any]:
     """`row`, with the exchanges or texts in a column of a dialog as messages."""
-    given = {name: row[name] for name in DIALOGS if row.get(name) is not None}
+    asks = has_answer(row) or any(says_something(row.get(name)) for name in QUESTIONS)
+    names = DIALOGS[:2] if asks else DIALOGS  # `conversation` is an alias, and may be about these
+    given = {name: row[name] for name in names if row.get(name) is not None}
     found = {name: _messages(value) for name, value in given.items()}
     made = {name: messages for name, messages in found.items() if messages}
     return {**row, **made} if made else row
@@ -27,7 +30,7 @@ def with_messages(row: dict[str, Any]) -> dict[str, Any]:
 def called(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The assistant's turn that a list of calls in `answers` is, beside tools (xLAM); [] if it is
     something else, or the row has an answer of its own."""
-    if row.get("tools") is None or row.get("completion") is not None:
+    if row.get("tools") is None or has_answer(row):
         return []
     calls = json_list(row.get("answers"))
     turn = {"role": "assistant", "content": None, "tool_calls": calls}
@@ -41,6 +44,8 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     if listed is None:
         return []
     if all(isinstance(text, str) and not _MESSAGE.match(text) for text in listed):
+        if listed and all(map(_LABEL.match, listed)):
+            return []
         return [_said(("user", "assistant")[i % 2], text) for i, text in enumerate(listed)]
     for keys in _KEYS:
         if all(_is_exchange(item, keys) for item in listed):

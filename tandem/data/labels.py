@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
 from tandem.data.excerpt import describe
@@ -58,6 +59,8 @@ def margin_of(row: Row) -> float:
     if margin is None or margin == "":
         return 0.0
     value = None if isinstance(margin, bool) else number_of(margin)
+    if isinstance(margin, Decimal):
+        value = number_of(float(margin))
     if value is None:
         is_large = isinstance(margin, int | float) and abs(margin) > MOST
         rule = f"be at most {MOST:g} in size" if is_large else "be a finite number"

@@ -54,7 +54,7 @@ class Shape:
         for name in self.needs:  # of every row, for most shapes: a loop is fastest
             if row.get(name) is None:
                 return False
-        if self.text and not isinstance(row[self.text], str):
+        if self.text and self.text not in mapped and not isinstance(row[self.text], str):
             return False
         return not mapped or all(role in self.needs + self.may for role in mapped)
 

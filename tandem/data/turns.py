@@ -337,6 +337,8 @@ def _word(item: Mapping[str, Any], name: str, field: str, number: int) -> str:
 def _is_learned(item: Mapping[str, Any], field: str, number: int) -> bool:
     """What OpenAI's `weight`, axolotl's `train` and ms-swift's `loss` say of an assistant turn."""
     marks = [(name, item[name]) for name in _LEARNED if item.get(name) is not None]
+    # A loss may also be a measured one.
+    marks = [(n, m) for n, m in marks if n != "loss" or not isinstance(m, float) or m in (0, 1)]
     for name, mark in marks:
         if not isinstance(mark, bool | int | float) or mark not in (0, 1):
             found = f"{describe(mark)} in turn {number}"

@@ -19,8 +19,8 @@ TWO_ENDS = (("0", "1"), ("1", "2"), ("a", "b"), ("A", "B"))
 """How the names of two columns end that hold the two answers."""
 _NAMES = ("preferred", "winner", "better_response_id", "better_answer_id")
 """Columns that name the better answer."""
-_PREFERENCE = "preference"
-"""AlpacaFarm's, which names it where nothing else does."""
+_ALPACA_FARM, _PREFERENCE = ("output_1", "output_2"), "preference"
+"""Its answers and its verdict; beside others a column of that name may have a sign."""
 _SIGNED = ("preference_strength", "overall_preference")
 """HelpSteer's: below 0 the first answer is better, above 0 the second."""
 FLAGS = ("winner_model_a", "winner_model_b", "winner_tie")
@@ -119,7 +119,7 @@ def ways_of(mapped: MappedRow, two: Two) -> list[Way]:
     if two.ends_in("a", "b") and all(name in row for name in FLAGS[:2]):
         found.append(_way(tuple(name for name in FLAGS if name in row), by_flags))
     is_told = any(way.says_something(row) for way in found)
-    if not is_told and says_something(row.get(_PREFERENCE)):
+    if not is_told and two.names == _ALPACA_FARM and says_something(row.get(_PREFERENCE)):
         return [_way((_PREFERENCE,), by_name, named=True)]
     return found
 

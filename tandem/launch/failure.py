@@ -72,7 +72,7 @@ def place_of(error: OSError) -> str:
     if error.filename:
         return str(error.filename)
     try:
-        print(flush=True)
+        print(end="", flush=True)
     except OSError:
         return "standard output"
     try:

@@ -58,7 +58,8 @@ def read_chat(body: Mapping[str, Any]) -> tuple[list[Message], str, Wanted]:
     Raises:
         ApiError: a field is wrong, or not supported.
     """
-    unsupported.refuse(body, (*unsupported.BOTH, *unsupported.CHAT), unsupported.OF_CHAT)
+    names = (*unsupported.BOTH, *unsupported.CHAT)
+    unsupported.refuse(body, names, unsupported.OF_CHAT, unsupported.NEUTRAL_CHAT)
     unsupported.refuse_other_answers(body)
     turns = read_messages(body.get("messages"))
     listed = "" if body.get("tool_choice") == "none" else read_tools(body)

@@ -16,10 +16,10 @@ from tandem.serve.api_errors import ApiError
 
 TEMPLATE = ("chat_template", "chat_template_kwargs", "documents")
 """Fields that change how turns are rendered."""
-CHAT = ("functions", "audio", "prediction", "web_search_options", "verbosity", "echo", "best_of",
+CHAT = ("functions", "audio", "prediction", "web_search_options", "verbosity", "echo",
         "reasoning", "thinking", *TEMPLATE)  # fmt: skip
 BOTH = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar", "regex",
-        "ebnf", "json_schema", "format", "structured_outputs", "use_beam_search", "num_beams",
+        "ebnf", "json_schema", "format", "structured_outputs", "use_beam_search",
         "prompt_embeds", "mirostat", "xtc_probability", "dry_multiplier", "bad_words",
         "allowed_token_ids", "stop_token_ids", "stop_sequences", "stop_regex",
         "include_stop_str_in_output", "no_stop_trim", "truncate_prompt_tokens", "samplers",
@@ -32,8 +32,10 @@ NEUTRAL: dict[str, tuple[float | bool, ...]] = {
     "add_special_tokens": (True,), "n_predict": (-1,),
     "repeat_penalty": (1,), "length_penalty": (1,), "typical_p": (1,), "tfs_z": (1,), "top_a": (0,),
     "top_n_sigma": (-1,), "dynatemp_range": (0,), "do_sample": (True,), "enable_thinking": (),
+    "num_beams": (1,),
 }  # fmt: skip
 """Fields of other servers that are not supported, and the values with which they change nothing."""
+NEUTRAL_CHAT = {**NEUTRAL, "best_of": (1,)}
 _SAMPLING = ("model", "n", "stop", "seed", "max_tokens", "stream", "stream_options", "temperature",
              "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "min_tokens",
              "repetition_penalty", "logit_bias", "ignore_eos", "logprobs", "tandem",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -103,3 +104,62 @@ def test_calls_of_a_table_have_the_arguments_that_were_given() -> None:
     assert isinstance(answer, Message)
     given = [call["arguments"] for call in json.loads(answer.tool_calls)]
     assert given == [{"a": 2, "b": 2}, {"zone": "CET"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({"query": "2+2?", "conversation": ["a", "b", "c"], "response": "4"}, "4"),
+        ({"problem": "2+2?", "conversation": [{"input": "a", "output": "b"}], "answer": "4"}, "4"),
+        (
+            {
+                "query": "2+2?",
+                "response": "4",
+                "tools": [{"name": "f"}],
+                "answers": [{"name": "f", "arguments": {}}],
+            },
+            "4",
+        ),
+    ],
+)
+def test_a_question_with_its_own_answer_stays_that(row: dict[str, Any], answer: str) -> None:
+    found = to_sample(row, HERE)
+    assert (found.sample.prompt, found.sample.chosen) == ((Message("user", "2+2?"),), answer)
+
+
+def test_an_answer_with_a_label_is_no_pair_of_other_columns() -> None:
+    row = {"prompt": "2+2?", "response": "4", "label": True}
+    found = to_sample({**row, "chosen_response": "a", "rejected_response": "b"}, HERE)
+    assert (found.sample.chosen, found.sample.rejected) == ("4", None)
+    assert found.sample.label is True
+
+
+def test_texts_that_name_their_speakers_are_not_taken_for_turns() -> None:
+    """What they name would be learned as a part of the answer."""
+    with pytest.raises(RowProblem):
+        to_sample({"conversations": ["User: hi", "Assistant: hello"]}, HERE)
+
+
+def test_a_measured_loss_of_a_turn_is_no_mark() -> None:
+    turns = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "4", "loss": 1.7},
+    ]
+    assert to_sample({"messages": turns}, HERE).sample.chosen == "4"
+
+
+def test_a_margin_may_be_a_decimal() -> None:
+    """As a Parquet column has it."""
+    row = {"prompt": "2+2?", "chosen": "4", "rejected": "5", "margin": Decimal("1.5")}
+    assert to_sample(row, HERE).sample.margin == 1.5
+
+
+def test_a_mapped_answer_that_is_a_number_is_named() -> None:
+    with pytest.raises(RowProblem, match="a must be text; found the number 42"):
+        to_sample({"q": "2+2?", "a": 42}, HERE, {"question": "q", "answer": "a"})
+
+
+def test_a_preference_beside_other_answers_may_have_a_sign() -> None:
+    """As HelpSteer's have: 1 is the second there."""
+    row = {"prompt": "2+2?", "response_1": "4", "response_2": "5", "preference": 1}
+    assert to_sample(row, HERE).sample.rejected is None

@@ -70,7 +70,9 @@ def test_a_client_that_leaves_is_counted_with_what_was_drawn_for_it(
         with closing(server.send(endless(stream=stream, n=3))) as connection:
             seen = b""
             while stream and seen.count(b"data: ") < 6:  # three openings come before any token
-                seen += connection.recv(1000)
+                part = connection.recv(1000)
+                assert part, "the server closed the stream"
+                seen += part
         until(server.is_free)
         return count("gone_total") > gone
 

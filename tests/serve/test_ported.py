@@ -139,6 +139,7 @@ def test_what_means_nothing_changes_nothing(client: TestClient) -> None:
         {"stream_options": None}, {"metadata": {"a": "b"}}, {"reasoning_effort": "none"},
         {"extra_headers": {}}, {"ignore_eos": False}, {"skip_special_tokens": False},
         {"max_token": None}, {"do_sample": True}, {"prompt_cache_key": "a"}, {"maximum": 9},
+        {"num_beams": 1}, {"best_of": 1},
     ):  # fmt: skip
         assert said(client, **nothing) == plain, nothing
 
