@@ -9,7 +9,7 @@ import fcntl
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -73,12 +73,12 @@ def replace(path: Path, content: bytes) -> None:
     sync(path.parent)
 
 
-def remove_left(folder: Path) -> None:
+def remove_left(folder: Path, suffixes: Collection[str]) -> None:
     """Remove what processes that are gone were writing in `folder` when they were killed within
-    `replace`."""
+    `replace`: files of these suffixes."""
     for left in folder.glob(".*.*"):
-        process = left.suffix[1:]
-        if process.isdecimal() and not _is_running(int(process)):
+        process, is_ours = left.suffix[1:], Path(left.stem).suffix in suffixes
+        if is_ours and process.isdecimal() and not _is_running(int(process)):
             with suppress(OSError):  # it is small, and in nobody's way
                 left.unlink()
 

@@ -149,7 +149,7 @@ class Run:
                     f"{self.path} must be written by one run at a time; got another that is "
                     "running in it. Wait until it ends, or use another --output-dir."
                 )
-            remove_left(self.path)
+            remove_left(self.path, (".yaml", ".json", ".jinja", ".html"))
             with (self.path / COMMAND_FILE).open("a", encoding="utf-8") as file:
                 file.write(command + "\n")
             keep_template(self.config)
