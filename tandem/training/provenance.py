@@ -150,8 +150,8 @@ class Identity:
         for knob in sorted(given):
             made_from[knob] = knob_value(self.config, knob)
             made_from[f"the files of {knob}"] = self.files_of(knob)
-        if text := made_from.get("dpo.loss_function"):
-            knob = "dpo.loss_function"
+        if made_from.get("dpo.loss_function"):
+            knob, text = "dpo.loss_function", self.config.dpo.loss_function
             made_from["the loss function"] = _digests_of_files(files_of_function(text, knob))
         if stage.family == "rl":
             made_from |= self._functions()

@@ -16,10 +16,11 @@ from tandem.config.schema import RunConfig
 from tandem.errors import CheckpointError, ConfigError
 from tandem.named_functions import named_function
 from tandem.objectives.preferences import AnswerLogprobs, given_pair_loss
+from tandem.training.export import export
 from tandem.training.policy_functions import try_pair_losses
 from tests.tiny import tiny_config
 from tests.training import letter_rewards
-from tests.training.runs import ran, records
+from tests.training.runs import StopError, ran, records, stop_at
 
 LOSSES = """
 import torch.nn.functional as F
@@ -162,3 +163,22 @@ def test_a_run_does_not_go_on_with_a_changed_function(
     mine.write_text(LOSSES.replace("beta=0.1", "beta=0.2"), encoding="utf-8")
     with pytest.raises(CheckpointError, match="the loss function"):
         ran(config)
+
+
+def test_a_stopped_run_is_exported_from_another_folder(
+    tmp_path: Path, tiny_model: str, preferences: str, mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its relative name leads nowhere."""
+    monkeypatch.chdir(mine.parent)
+    config = configured(
+        tmp_path / "run", tiny_model, preferences, loss_function=f"{mine.name}:logistic"
+    )
+    config = replace(config, save_every=1)
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, "dpo", 3)
+        with pytest.raises(StopError):
+            ran(config)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    export(str(tmp_path / "run"), str(tmp_path / "out"), print_line=lambda line: None)
+    assert list((tmp_path / "out").rglob("*.safetensors"))
