@@ -92,18 +92,23 @@ def compared_with_reference(
 
     found: list[tuple[Tensor, ...]] = []
 
-    def both() -> None:
-        theirs = other.states(batch)
+    def beside(theirs: Tensor) -> None:
         # What a split model's forward returns has it gathered again in the backward pass, which
         # does not need the reference.
         found.append(shards_of(actor).forward(lambda: forward(actor, theirs)))
 
     if other.model is actor:
-        both()
+        beside(shards_of(actor).forward(lambda: other.states(batch)))
     else:
         with onload(other.model):
-            shards_of(other.model).forward(both)
+            shards_of(other.model).forward(lambda: beside(other.states(batch)))
     return Compared(*found[0])
+
+
+def release_reference(engine: RLHFEngine) -> None:
+    """Free what of a split reference is still whole after its last forward of an update."""
+    if engine.reference is not None:
+        shards_of(engine.reference).reshard()
 
 
 class _Other:

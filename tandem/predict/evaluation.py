@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tandem.config.conversations import answer_tokens
+from tandem.config.critic_free_rules import EXACT_KL
 from tandem.config.rules import has_reference
 from tandem.config.schema import RLConfig, RunConfig, rl_section
 from tandem.config.stages import Stage, in_order, leaving, of_family
@@ -112,8 +113,9 @@ class Evaluating:
         work = self._answering(rl.eval_prompts, samples)
         each = self._answered(work, judges) * (2 if rl.ema else 1)
         if has_reference(self.config, stage) and work is not None:
+            passes = 2 if getattr(rl, "kl", "") in EXACT_KL else 1  # the exact KL has its own
             for shape in (self.models.policy, self.models.reference or self.models.policy):
-                each += self._scored(shape, _frozen(self.policy), work)
+                each += passes * self._scored(shape, _frozen(self.policy), work)
         mixed = self._few(self.heldout.ptx) if rl.ptx_data else Rows()
         prompts = min(self.heldout.prompts.count, rl.eval_prompts)
         reads = [_count(prompts, "prompt"), _said(mixed, "mixed text")]

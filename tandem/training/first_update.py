@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.schema import RunConfig
+from tandem.engine.divergence import release_reference
 from tandem.engine.forward import Rows
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.oom import MicroBatchBudget
@@ -139,6 +140,8 @@ class FirstUpdate:
         finally:
             if critic is not None:
                 critic.drop()
+            if self._algorithm.exact_kl:
+                release_reference(self._engine)
             if states is not None:
                 states.release()
 

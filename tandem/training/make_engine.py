@@ -43,8 +43,10 @@ def make_engine(
     """
     check_values(config)
     rl = rl_section(config)
-    trainers = {stage.name for stage in sources("reward model", rl_stage(config.stages).name)}
-    if rl.reward_model_weight > 0 and trainers.isdisjoint(config.stages):
+    stage = rl_stage(config.stages)
+    trainers = {earlier.name for earlier in sources("reward model", stage.name)}
+    is_weighed = stage.rewarded and rl.reward_model_weight > 0
+    if is_weighed and trainers.isdisjoint(config.stages):
         reward_model = reward_model or config.reward_model or None
     engine = RLHFEngine(
         engine_settings(config),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tandem.engine.divergence import compared_with_reference
+from tandem.engine.divergence import compared_with_reference, release_reference
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.oom import MicroBatchBudget
 from tandem.engine.update import rehearse, training_mode
@@ -66,5 +66,6 @@ def rehearse_updates(
 
     with training_mode(*engine.trained_models):
         rehearse(budget, engine.actor_learner, actor_loss)
+        release_reference(engine)
         if engine.critic_learner is not None:
             rehearse(budget, engine.critic_learner, critic_loss)

@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from tandem import make_engine
@@ -21,6 +22,7 @@ from tandem.engine.update import training_mode
 from tandem.errors import ConfigError
 from tandem.metrics.folder import read_folder
 from tandem.objectives.divergence import EXACT
+from tandem.parallel.world import World
 from tandem.serve.run_files import RunFiles
 from tandem.serve.run_views import prompts
 from tandem.training.algorithm import actor_loss
@@ -250,6 +252,61 @@ def test_stops_change_nothing(
     whole = ran(config)
     ran_with_stops(config, tmp_path / "again", [("distill", 2), ("distill", 3)])
     assert_equal_runs(tmp_path / "again", whole)
+
+
+def test_adapters_off_over_ranks_are_the_reference_of_one(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    """Beside a reward, without a reference of its own; split weights have no whole embedding."""
+    common: dict[str, Any] = {
+        "stages": ["grpo"], "grpo__reward_function": REWARD, "grpo__kl": "exact-in-loss",
+        "grpo__kl_coef": 0.3, "grpo__prompts_per_step": 4, "grpo__minibatch_size": 8,
+        "grpo__steps": 2, "sampling__samples_per_prompt": 2, "lora__rank": 2,
+        "grpo__actor": {"lora_learning_rate": 1e-2},
+    }  # fmt: skip
+    one = ran(tiny_config(tmp_path / "one", tiny_model, preferences, **common))
+    split = tiny_config(
+        tmp_path / "two", tiny_model, preferences, **common, parallel__actor_zero_stage=3
+    )
+    on_ranks(2, ranks_ran, split)
+    assert_same_measures(tmp_path / "two", one)
+    assert records(one)[-1]["values"]["kl_loss"] > 0
+
+
+def nothing_stays_whole(world: World, config: RunConfig) -> None:
+    """Rollouts find the teacher's weights in pieces."""
+    rollout, found = RLHFEngine.rollout, list[str]()
+
+    def watched(self: RLHFEngine, *args: Any, **kwargs: Any) -> Any:
+        assert self.reference is not None
+        found.extend(n for n, p in self.reference.named_parameters() if not isinstance(p, DTensor))
+        return rollout(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RLHFEngine, "rollout", watched)
+        ran(config, world=world)
+    assert not found, f"whole on rank {world.rank}: {found}"
+
+
+def test_a_split_teacher_is_in_pieces_while_answers_are_made(
+    tmp_path: Path, tiny_model: str, teacher: str, preferences: str
+) -> None:
+    config = distilling(
+        tmp_path / "run", tiny_model, preferences, teacher, parallel__actor_zero_stage=3,
+        grpo__steps=2, grpo__eval_every=0, grpo__eval_prompts=0,
+    )  # fmt: skip
+    on_ranks(2, nothing_stays_whole, config)
+
+
+def test_an_engine_for_it_has_no_reward_model(
+    tmp_path: Path, tiny_model: str, teacher: str, preferences: str
+) -> None:
+    """A reward stage of the run may start from one, which has no head yet."""
+    config = distilling(
+        tmp_path, tiny_model, preferences, teacher, stages=["reward", "distill"],
+        reward_model=tiny_model,
+    )  # fmt: skip
+    assert make_engine(config, tiny_model).scorer is None
 
 
 @pytest.mark.parametrize(
