@@ -10,18 +10,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandem.engine.forward import scored
+from tandem.engine.forward import head_logprobs, scored
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.placement import onload
 from tandem.models.lm_head import vocabulary_head
 from tandem.models.lora import adapters_off
 from tandem.models.modes import evaluating
-from tandem.models.packed import at_responses, predictor_states, response_tokens
+from tandem.models.packed import at_responses, predictor_states
 from tandem.models.replayed import KeptStates
 from tandem.models.twin import compares_once
 from tandem.objectives.divergence import ExactKL, Predictions, exact_kl
-from tandem.objectives.logprobs import scatter_to_tokens, token_logprobs
-from tandem.ops import gpu
+from tandem.objectives.logprobs import scatter_to_tokens
 from tandem.parallel.shard import shards_of
 from tandem.types import TokenBatch
 
@@ -65,15 +64,8 @@ def compared_with_reference(
         states = predictor_states(model, batch, kept)
         head = vocabulary_head(model)
         with torch.set_grad_enabled(torch.is_grad_enabled() and learns_logprobs):
-            logprobs, entropy = token_logprobs(
-                head,
-                states,
-                response_tokens(batch, len(states)),
-                vocabulary=model.config.get_text_config().vocab_size,
-                weights=head.weights,
-                temperature=temperature,
-                with_entropy=with_entropy,
-                product=head.product() if gpu.fuses(states) else None,
+            logprobs, entropy = head_logprobs(
+                model, batch, states, temperature=temperature, with_entropy=with_entropy
             )
         ones = torch.ones(mask.shape, device=states.device)
         counted = ones if token_weights is None else ones * token_weights

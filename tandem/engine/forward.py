@@ -96,21 +96,40 @@ def response_logprobs(
     @compares_once
     def forward(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
         selected = predictor_states(model, batch, kept)
-        head = vocabulary_head(model)
-        logprobs, entropy = token_logprobs(
-            head,
-            selected,
-            response_tokens(batch, len(selected)),
-            vocabulary=model.config.get_text_config().vocab_size,
-            weights=head.weights,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            product=head.product() if gpu.fuses(selected) else None,
+        logprobs, entropy = head_logprobs(
+            model, batch, selected, temperature=temperature, with_entropy=with_entropy
         )
         mask = batch.response_mask
         return scatter_to_tokens(logprobs, mask), scatter_to_tokens(entropy, mask)
 
     return shards_of(model).forward(lambda: forward(model))
+
+
+def head_logprobs(
+    model: PreTrainedModel,
+    batch: TokenBatch,
+    states: Tensor,
+    *,
+    temperature: float,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy of each response token by the vocabulary head, (R,) float32 nats, with
+    gradient; to be called where weights are whole.
+
+    Args:
+        states: (R, D), as `predictor_states` makes them of the batch.
+    """
+    head = vocabulary_head(model)
+    return token_logprobs(
+        head,
+        states,
+        response_tokens(batch, len(states)),
+        vocabulary=model.config.get_text_config().vocab_size,
+        weights=head.weights,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        product=head.product() if gpu.fuses(states) else None,
+    )
 
 
 def token_values(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
