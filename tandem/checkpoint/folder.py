@@ -110,7 +110,7 @@ def copy_folder(folder: Path, world: World) -> bool:
     Returns:
         whether there was one to copy to.
     Raises:
-        CheckpointError: file systems have different ones, or the disk refused a rank.
+        CheckpointError: file systems have different ones, one is damaged, or a disk refused a rank.
     """
     if len(world.folders) == 1:
         return False
@@ -127,15 +127,14 @@ def copy_folder(folder: Path, world: World) -> bool:
     has = next(i for i, text in enumerate(texts) if text)
     chain = [world.folders[(has + i) % len(texts)] for i in range(len(texts))]
     aside = folder.parent / f".tmp-{folder.name}-{os.getpid()}"
-    manifest = Manifest({}, {})
-    if world.rank == chain[0]:
-        manifest = read_manifest(folder)
-    manifest = world.all_gather_object(manifest)[chain[0]]
+    told: list[tuple[Manifest, dict[str, Entry]]] = []
+    together(lambda: told.append(_whole(folder)) if world.rank == chain[0] else None, folder, world)
+    ((manifest, files),) = world.all_gather_object(told)[chain[0]]
     is_written = world.is_keeper and not text
 
     def copy() -> None:
         if world.rank in chain:
-            _pass_on(folder, aside if is_written else None, manifest, chain, world)
+            _pass_on(folder, aside if is_written else None, files, chain, world)
         if is_written:
             publish(aside, folder, manifest)
 
@@ -148,20 +147,28 @@ def copy_folder(folder: Path, world: World) -> bool:
     return True
 
 
+def _whole(folder: Path) -> tuple[Manifest, dict[str, Entry]]:
+    """A folder's manifest and files, before others wait for them; a card may be its owner's."""
+    read_facts(folder)
+    manifest = read_manifest(folder)
+    there = {name: entry for name, entry in manifest.entries.items() if (folder / name).exists()}
+    cards = {name: Entry.of(folder / name) for name in there if Path(name).name == CARD}
+    return manifest, there | cards
+
+
 def _pass_on(
-    folder: Path, aside: Path | None, manifest: Manifest, chain: Sequence[int], world: World
+    folder: Path, aside: Path | None, files: Mapping[str, Entry], chain: Sequence[int], world: World
 ) -> None:
     """Receive a folder's files from the rank before in a chain, write them, and send them on.
 
     Args:
         aside: where to write them; None if this rank has them.
     Raises:
-        OSError: the disk refuses; the other ranks got everything.
-        CheckpointError: a file differs from the manifest.
+        OSError, CheckpointError: the disk refuses, or a file changed; the others got everything.
     """
     place = chain.index(world.rank)
     refused: Exception | None = None
-    for name, entry in manifest.entries.items():
+    for name, entry in files.items():
         digest = hashlib.sha256()
         with ExitStack() as stack:
             source = stack.enter_context((folder / name).open("rb")) if place == 0 else None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tandem.checkpoint.folder import MANIFEST, copy_folder, write_folder
+from tandem.checkpoint.folder import CARD, MANIFEST, copy_folder, write_folder
 from tandem.checkpoint.sharing import described, find_folders
 from tandem.config.schema import RunConfig
 from tandem.errors import TandemError
@@ -174,9 +174,14 @@ def copied(world: World, folders: Sequence[Path], how: str) -> tuple[list[int], 
     path = folders[world.rank % len(folders)] / "run"
     world = find_folders(path, world)
     folder = path / "sft"
-    if how == "differ" or (how == "last has it" and world.rank == len(folders) - 1):
+    if how == "differ" or world.rank == len(folders) - 1:
         alone = World()
         write_folder(folder, lambda f: (f / "sub").mkdir() or fill(f, world.rank), {}, world=alone)
+        if how == "its file is gone":
+            (folder / "sub/x").unlink()
+        if how == "its cards are the owner's":
+            (folder / CARD).write_text("Longer than it was.")
+            (folder / "sub" / CARD).unlink()
     world.barrier()
     try:
         copy_folder(folder, world)
@@ -188,6 +193,8 @@ def copied(world: World, folders: Sequence[Path], how: str) -> tuple[list[int], 
 def fill(folder: Path, rank: int) -> None:
     (folder / "sub/x").write_bytes(bytes([rank]) * 100_000)
     (folder / "y").write_bytes(b"")
+    for card in (folder / CARD, folder / "sub" / CARD):
+        card.write_text("Made by a run.")
 
 
 def test_a_finished_folder_comes_to_every_file_system(tmp_path: Path) -> None:
@@ -200,6 +207,19 @@ def test_a_finished_folder_comes_to_every_file_system(tmp_path: Path) -> None:
     for folder in folders:
         assert (folder / "run/sft/sub/x").read_bytes() == b"\x02" * 100_000
         assert sorted(p.name for p in (folder / "run").iterdir()) == ["sft"]
+
+
+def test_a_damaged_folder_is_refused_before_others_wait_for_it(nodes: list[Path]) -> None:
+    for _, said in on_ranks(2, copied, nodes, "its file is gone"):
+        assert "run/sft/sub/x must have 100000 bytes; got no such file. Bring back" in said
+    assert not list(nodes[0].glob("run/*"))
+
+
+def test_a_card_comes_as_its_owner_has_left_it(nodes: list[Path]) -> None:
+    on_ranks(2, copied, nodes, "its cards are the owner's")
+    for node in nodes:
+        assert (node / "run/sft" / CARD).read_text() == "Longer than it was."
+        assert not (node / "run/sft/sub" / CARD).exists()
 
 
 def test_different_finished_folders_are_not_mixed(nodes: list[Path]) -> None:
