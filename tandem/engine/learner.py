@@ -365,7 +365,9 @@ def step_learners(learners: Sequence[Learner], scaler: LossScaler) -> list[float
             raise
         for learner, part, norm in zip(learners, gradients, norms, strict=True):
             learner.apply(part, norm)
-    scaler.update(overflowed)
+    if scaler.update(overflowed):
+        for learner in learners:
+            learner.shards.restart_feedback()
     if scaler.skipped_in_a_row >= _MOST_SKIPPED:
         raise NumericsError(
             f"{learners[0].name}: the gradient must be finite in fp16 at some loss scale; got "

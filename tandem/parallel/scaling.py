@@ -103,23 +103,28 @@ class LossScaler:
         if gradients:
             torch._foreach_mul_(list(gradients), 1.0 / self.scale)
 
-    def update(self, overflow: bool) -> None:
+    def update(self, overflow: bool) -> bool:
         """Count a step and set the scale of the next one.
 
         Args:
             overflow: the result of `overflowed`, the same on every rank.
+        Returns:
+            whether what is left of this step's gradients says nothing of the next ones, for which
+            the scale is another, or which follow gradients that were not used.
         """
+        before = self.scale
         if overflow:
             self.scale = max(self._floor, self.scale / 2)
             self.good_steps = 0
             self.skipped += 1
             self.skipped_in_a_row += 1
-            return
+            return True
         self.skipped_in_a_row = 0
         self.good_steps += 1
         if self.good_steps == self._growth_interval:
             self.scale = min(self._ceiling, self.scale * 2)
             self.good_steps = 0
+        return self.scale != before
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The scale and the counters, as tensors to save."""

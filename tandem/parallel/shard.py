@@ -177,6 +177,11 @@ class Shards:
                 bucket, size = [], 0
         _sum_bucket(bucket)
 
+    def restart_feedback(self) -> None:
+        """Begin the error feedback of quantized gradients again from zero."""
+        if self.quantized is not None:
+            self.quantized.restore({})
+
     def gradient_norm(self, gradients: Sequence[Tensor]) -> float:
         """Euclidean norm of the whole gradient, from this rank's pieces; the same on every rank."""
         if self.world.size == 1 or not self.units:

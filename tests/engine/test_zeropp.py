@@ -383,6 +383,28 @@ def test_error_feedback_is_a_part_of_the_state() -> None:
         assert num_bytes == pytest.approx(4 * numel * PER_NODE, rel=0.02)
 
 
+def held_back(world: World) -> list[float]:
+    """The largest number that feedback holds back after each of some scaled steps."""
+    run = training(world, RunConfig(parallel=replace(ALL, zero_gradient_bits=4), dtype="fp32"))
+    run.learner.scaler = scaler = LossScaler(2.0**10, growth_interval=2)
+    quantized, batch, found = run.learner.shards.quantized, ragged_batch(LENGTHS, seed=0), []
+    assert quantized is not None
+    for factor in (1.0, 1.0, 1.0, float("inf"), 1.0):
+        loss = factor * -response_logprobs(run.model, batch)[0].sum()
+        run.learner.backward(loss, batch.num_response_tokens)
+        step_learners([run.learner], scaler)
+        kept = quantized.residuals().values()
+        found.append(max((float(local(part).abs().max()) for part in kept), default=0.0))
+    assert scaler.scale == 2.0**10  # doubled once, halved once
+    return found
+
+
+def test_error_feedback_begins_again_with_another_loss_scale() -> None:
+    for first, doubled, third, overflowed, last in on_ranks(2, held_back, ranks_per_node=1):
+        assert doubled == overflowed == 0
+        assert min(first, third, last) > 0
+
+
 def overfitted(world: World, cases: list[ParallelConfig]) -> list[float]:
     last = []
     for parallel in cases:
