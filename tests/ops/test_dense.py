@@ -220,6 +220,16 @@ def test_a_weights_gradient_in_bfloat16_is_rounded_once(
     assert bool(((got - exact).abs() <= rounding).all())
 
 
+def test_a_weights_gradient_by_one_row_given_many_times_is_its_own() -> None:
+    row, pull = normal(1, 64), normal(256, 48)
+    exact = pull.double().sum(0)[:, None] * row.double()
+    for _ in range(12):  # as long as ways to cut the product are tried in turn
+        weight = normal(48, 64).requires_grad_()
+        dense.linear(row.expand(256, 64), weight).backward(pull)
+        assert weight.grad is not None
+        assert relative(weight.grad, exact) < 1e-5
+
+
 def test_what_needs_no_gradient_gets_none() -> None:
     x, weight = normal(4, 6).requires_grad_(), normal(3, 6).requires_grad_()
     dense.linear(x, weight.detach()).sum().backward()

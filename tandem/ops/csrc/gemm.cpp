@@ -684,8 +684,9 @@ void multiply_turned_piece(const T* a, int64_t a_stride, const T* b, int64_t b_s
   const int64_t slab_width = together * (together == kPanel ? 4 : 2) * slabs;
   float* columns = scratch(Use::weights, panels_size<T>(K, longest));
   float* slab = scratch(Use::rows, panels_size<T>(std::min(N, slab_width), longest));
-  // Pairs of bfloat16 have to be put together; vectors past the end of the last row may not be read.
-  const bool can_lie = std::is_same_v<T, float> && K % kLanes == 0;
+  // Pairs of bfloat16 have to be put together; vectors past the end of the last row may not be read;
+  // and a panel's words that are 0 apart, one row given many times, would be taken for a packed one's.
+  const bool can_lie = std::is_same_v<T, float> && K % kLanes == 0 && b_stride != 0;
   const Trial trial(Product::gradient, std::is_same_v<T, bf16>, M, N, K, kGradientCuts,
                     can_lie ? kNumCuts + 1 : kNumCuts);
   const bool lies = trial.cut().in_place;
