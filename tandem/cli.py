@@ -10,8 +10,8 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -237,21 +237,12 @@ def _run_stages(command: str, args: list[str], config: RunConfig) -> int:
     return 0
 
 
-@contextmanager
-def _among_ranks(config: RunConfig) -> Iterator[World]:
+def _among_ranks(config: RunConfig) -> AbstractContextManager[World]:
     """Within: this process is one of the ranks that the launcher's environment names."""
     from tandem.devices import resolve_device
-    from tandem.parallel.watchdog import watching
-    from tandem.parallel.world import join, leave
+    from tandem.parallel.world import among_ranks
 
-    world = join(
-        resolve_device(config.device),
-        ranks_per_node=config.parallel.ranks_per_node,
-        timeout_minutes=config.parallel.timeout_minutes,
-    )
-    with watching(world.rank, world.size):
-        yield world
-    leave()
+    return among_ranks(config.parallel, resolve_device(config.device))
 
 
 def _sample(debug: bool, args: list[str]) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from tandem.config.parallel import ParallelConfig
 from tandem.errors import ConfigError
+from tandem.parallel.watchdog import watching
 
 Item = TypeVar("Item")
 
@@ -158,6 +160,31 @@ def join(device: torch.device, *, ranks_per_node: int = 0, timeout_minutes: floa
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
     return World(dist.get_rank(), size, local, device)
+
+
+@contextmanager
+def among_ranks(parallel: ParallelConfig, device: torch.device) -> Iterator[World]:
+    """Within: this process is one of the ranks that the launcher's environment names, and watched.
+
+    Raises:
+        ConfigError: as `join`.
+        RankError: a collective failed in the body, or a rank did not come; says which.
+    """
+    # Else the first rank's process keeps the store, once it has joined.
+    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    with ExitStack() as stack:
+        if has_store:
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            stack.enter_context(watching(rank, size))
+        world = join(
+            device,
+            ranks_per_node=parallel.ranks_per_node,
+            timeout_minutes=parallel.timeout_minutes,
+        )
+        if not has_store:
+            stack.enter_context(watching(world.rank, world.size))
+        yield world
+    leave()
 
 
 def launched(parallel: ParallelConfig, device: torch.device) -> World:

@@ -7,8 +7,10 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from tandem.config.parallel import ParallelConfig
 from tandem.errors import DataError, RankError
 from tandem.parallel import watchdog as watching_module
 from tandem.parallel.watchdog import (
@@ -20,6 +22,7 @@ from tandem.parallel.watchdog import (
     read_notes,
     watching,
 )
+from tandem.parallel.world import among_ranks
 
 WAITING = Note(0, beat=9, state="lost", place="a.py:1 (f)", collective="all_reduce")
 
@@ -135,3 +138,26 @@ def test_watching_turns_broken_exchanges_alone_into_a_rank_error(
         assert seen.state == "lost"
     else:
         assert (seen.state, seen.line) == ("failed", "ValueError: boom")
+
+
+def test_a_rank_that_does_not_come_to_the_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch alone names the rank that waited, as the cause, and a key of its store."""
+    kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(kept.port),
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    defaults = {"interval": 0.02}
+    monkeypatch.setattr(watching.__wrapped__, "__kwdefaults__", defaults)  # type: ignore[attr-defined]
+    settings = ParallelConfig(timeout_minutes=0.01)
+    with (
+        pytest.raises(RankError, match=r"^rank 0 waited in .* for rank 1, which never began$"),
+        among_ranks(settings, torch.device("cpu")),
+    ):
+        pass
+    assert not dist.is_initialized()
