@@ -38,8 +38,9 @@ ONCE = [("sft", 3), ("reward", 3), ("ppo", 3)]
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            {"lora__rank": 2, "lora__dropout": 0.1, "ppo__ratio_tolerance": 9.0},
-            STOPS,
+            # Not with PPO, whose forwards of one policy must agree.
+            {"lora__rank": 2, "lora__dropout": 0.1, "stages": ["sft", "reward"]},
+            [stop for stop in STOPS if stop[0] != "ppo"],
             id="adapters, dropout",
             marks=pytest.mark.slow,
         ),
@@ -50,7 +51,10 @@ ONCE = [("sft", 3), ("reward", 3), ("ppo", 3)]
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            {"dtype": "fp16", "ppo__prompts_per_step": 2}, STOPS, id="fp16", marks=pytest.mark.slow
+            {"dtype": "fp16", "ppo__prompts_per_step": 2, "ppo__minibatch_size": 2},
+            STOPS,
+            id="fp16",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -69,9 +73,9 @@ def test_every_step_continues_to_the_same_bits(
     ran(config)
     lines = ran_with_stops(config, tmp_path / "stopped", stops)
     assert_equal_runs(tmp_path / "stopped", tmp_path / "whole")
-    for stage in ("sft", "reward", "ppo"):
+    for stage in config.stages:
         assert f"{stage}: continuing after step 2 (checkpoint verified)" in lines
-    assert not (tmp_path / "stopped" / "checkpoints" / "ppo").exists()
+        assert not (tmp_path / "stopped" / "checkpoints" / stage).exists()
 
 
 @pytest.mark.parametrize("offload", [[], ["optimizer"]])
