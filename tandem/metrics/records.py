@@ -75,7 +75,8 @@ def read_lines(
         parse: raises KeyError, TypeError or ValueError on a line that it rejects.
         skipped: if given, lines that cannot be read are skipped and named here.
     Raises:
-        CheckpointError: if a line other than the last cannot be read and `skipped` is None.
+        CheckpointError: if a line, other than half of a last one, cannot be read and `skipped` is
+            None.
     """
     read, damaged = _read(path, parse)
     if damaged and skipped is None:
@@ -122,8 +123,8 @@ def _read(
     path: Path, parse: Callable[[Mapping[str, Any]], T]
 ) -> tuple[list[tuple[bytes, T]], dict[int, bytes]]:
     """The lines of a file that `parse` accepts, each with what it made of it, and those that it
-    rejects, by line number; a rejected last line is in neither."""
-    raw = read_file(path).rstrip().split(b"\n") if path.exists() else []
+    rejects, by line number; half of a last line, without its end, is in neither."""
+    raw = read_file(path).split(b"\n") if path.exists() else []
     read: list[tuple[bytes, T]] = []
     damaged: dict[int, bytes] = {}
     for number, text in enumerate(raw, start=1):

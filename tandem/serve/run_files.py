@@ -15,9 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from tandem.metrics.answer_views import numbers
-from tandem.metrics.answers import ANSWER_FILES, ANSWERS_FILE, LINE_FILES, ROLLOUTS_FILE, ROWS_FILE
+from tandem.metrics.answers import (
+    ANSWER_FILES,
+    ANSWERS_FILE,
+    FOLLOWED_FILE,
+    LINE_FILES,
+    ROLLOUTS_FILE,
+    ROWS_FILE,
+)
 from tandem.metrics.folder import EVALUATION_FILE, RunFolder, read_folder
 from tandem.metrics.records import METRICS_FILE
+from tandem.text import counted
 
 _MARKS = ("config.yaml", METRICS_FILE)
 _DEEPEST = 3
@@ -47,6 +55,8 @@ class GrowingLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.answers: list[Answer] = []
+        self.damaged = 0
+        """Lines that cannot be read."""
         self._read = 0
         self._file = (0, 0)
 
@@ -58,6 +68,7 @@ class GrowingLines:
                 identity = (status.st_dev, status.st_ino)
                 if identity != self._file or status.st_size < self._read:
                     self.answers, self._read, self._file = [], 0, identity
+                    self.damaged = 0
                 file.seek(self._read)
                 for line in file:
                     if not line.endswith(b"\n"):
@@ -65,6 +76,7 @@ class GrowingLines:
                     self._add(line)
         except OSError:
             self.answers, self._read, self._file = [], 0, (0, 0)
+            self.damaged = 0
         return self.answers
 
     def whole(self, answer: Answer) -> Mapping[str, Any]:
@@ -83,10 +95,12 @@ class GrowingLines:
         try:
             found = json.loads(line)
         except (ValueError, RecursionError):
-            return
+            found = None
         if isinstance(found, dict):
             kept = {name: value for name, value in found.items() if name not in _LONG}
             self.answers.append(Answer(kept, offset, len(line)))
+        else:
+            self.damaged += bool(line.strip())
 
 
 class RunFiles:
@@ -134,6 +148,16 @@ class RunFiles:
         with self._lock:
             lines = self._lines.setdefault(name, GrowingLines(self.path / name))
             return [answer.line for answer in lines.refresh()]
+
+    def damaged(self) -> list[str]:
+        """What to say of lines that are left out because they cannot be read."""
+        said = []
+        for name in (ANSWERS_FILE, FOLLOWED_FILE):  # as in the report
+            self.lines(name)
+            if number := self._lines[name].damaged:
+                are = "is" if number == 1 else "are"
+                said.append(f"{name}: {counted(number, 'line')} cannot be read and {are} left out")
+        return said
 
     def span(self, stage: str, name: str) -> tuple[float, float] | None:
         """The lowest and highest number that answers.jsonl has of a stage; None without one."""

@@ -59,7 +59,7 @@ def details(name: str, run: RunFiles) -> View:
     return {
         **summary(name, run),
         "commands": list(folder.commands),
-        "notices": list(folder.notices),
+        "notices": [*folder.notices, *run.damaged()],
         "environment": dict(folder.environment),
         "models": mapping_or_empty(folder.evaluation.get("models")),
         "win_rates": [

@@ -53,6 +53,21 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path):
     assert len(skipped) == 1
 
 
+def test_a_damaged_last_line_that_was_whole_is_named_and_kept_aside(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_lines(path, [metrics_line("sft", 1, loss=1.0), metrics_line("sft", 2, loss=1.0)])
+    whole = path.read_bytes()
+    damaged = whole[:-2] + b"~\n"
+    path.write_bytes(damaged)
+    skipped = []
+    assert [record.step for record in read_lines(path, parse_record, skipped)] == [1]
+    assert [text.partition(" ")[0] for text in skipped] == [f"{path}:2"]
+    said = cut_lines(path, lambda stage, step: True, parse_record)
+    assert "1 damaged lines (2) were moved to metrics.jsonl.damaged" in said
+    assert whole.startswith(path.read_bytes())
+    assert damaged.endswith((tmp_path / "metrics.jsonl.damaged").read_bytes())
+
+
 def test_cutting_keeps_other_lines_byte_for_byte(tmp_path):
     path = tmp_path / "samples.jsonl"
     lines = [

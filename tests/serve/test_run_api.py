@@ -229,5 +229,15 @@ def test_nothing_is_sent_again_until_a_file_changes(tmp_path: Path) -> None:
         assert ask("").json()["total"] == 1
 
 
+def test_damaged_lines_of_answers_are_counted(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    with TestClient(Starlette(routes=routes(tmp_path))) as client:
+        assert got(client, "/run")["notices"] == []
+        with (run / "answers.jsonl").open("ab") as file:
+            file.write(b'{"stage": "ppo", "st\n\nnull\n')
+        said = got(client, "/run")["notices"]
+    assert said == ["answers.jsonl: 2 lines cannot be read and are left out"]
+
+
 def test_every_route_is_behind_the_key(folder: Path) -> None:
     assert all(_is_keyed(route.path.replace("{run}", "x")) for route in routes(folder))
