@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import errno
 import fcntl
+import glob
 import hashlib
 import os
 import time
@@ -73,10 +74,10 @@ def replace(path: Path, content: bytes) -> None:
     sync(path.parent)
 
 
-def remove_left(folder: Path, suffixes: Collection[str]) -> None:
+def remove_left(folder: Path, suffixes: Collection[str], name: str = "") -> None:
     """Remove what processes that are gone were writing in `folder` when they were killed within
-    `replace`: files of these suffixes."""
-    for left in folder.glob(".*.*"):
+    `replace`: files of these suffixes, or of them the one of this name."""
+    for left in folder.glob(f".{glob.escape(name) or '*'}.*"):
         process, is_ours = left.suffix[1:], Path(left.stem).suffix in suffixes
         if is_ours and process.isdecimal() and not _is_running(int(process)):
             with suppress(OSError):  # it is small, and in nobody's way

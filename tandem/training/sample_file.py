@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tandem.errors import CheckpointError
-from tandem.files import lock, named, sync, write_all
+from tandem.files import lock, named, remove_left, sync, write_all
 from tandem.files import replace as replace_file
 from tandem.text import visible
 from tandem.training.differences import difference
@@ -108,6 +108,7 @@ class SampleFile:
                 f"{self._shown} must be written by one tandem sample at a time; got another that "
                 "is running. Wait until it ends, or give another --output."
             )
+        remove_left(self.path.parent, (self.beside.suffix,), self.beside.name)
         if self.beside.exists() or self.path.stat().st_size:
             self.progress = self._known()
         else:

@@ -617,3 +617,18 @@ def test_conversations_are_no_pairs_and_depend_on_their_environment(
     sampled("first", *TALKING)
     with pytest.raises(CheckpointError, match="environment"):
         sampled("first", "--logit-bias", "4:5")
+
+
+def test_what_a_killed_command_was_writing_is_removed(tmp_path: Path) -> None:
+    process = os.fork()
+    if process == 0:
+        os._exit(0)
+    os.waitpid(process, 0)
+    left, others = (tmp_path / f".{name}.jsonl.made.{process}" for name in ("[a]", "other"))
+    for file in (left, others):
+        file.touch()
+    begun = SampleFile(tmp_path / "[a].jsonl", {}, num_prompts=3)
+    begun.open()
+    begun.close()
+    assert not left.exists()
+    assert others.exists()
