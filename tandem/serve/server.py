@@ -23,6 +23,7 @@ from tandem.errors import ConfigError
 from tandem.generation.blocks import free_bytes
 from tandem.serve.api_errors import ApiError
 from tandem.serve.app import make_app
+from tandem.serve.idle import HEAD_SECONDS, LimitedProtocol
 from tandem.serve.loading import check_there, weight_bytes
 from tandem.serve.service import ServeSettings, Service, load_settings
 from tandem.serve.sources import unfinished_stages
@@ -185,10 +186,11 @@ def _run(service: Service, listener: socket.socket, print_line: Callable[[str], 
     shown = f"[{host}]" if ":" in host else host
     config = uvicorn.Config(
         make_app(service),
+        http=LimitedProtocol,
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_keep_alive=30,
+        timeout_keep_alive=int(HEAD_SECONDS),
         timeout_graceful_shutdown=5,
         limit_concurrency=None,
         lifespan="off",  # the service is closed after the loop, also if Ctrl-C comes twice

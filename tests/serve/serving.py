@@ -21,6 +21,7 @@ from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.models.save import save_model
 from tandem.models.scalar import load_scalar_model, set_normalization
 from tandem.serve.app import make_app
+from tandem.serve.idle import LimitedProtocol
 from tandem.serve.service import ServeSettings, Service, load_settings
 from tests.tiny import save_tiny_model, tiny_config, write_preferences
 
@@ -80,7 +81,8 @@ class Running:
         self.service = Service(known, load_settings(known))
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
-        config = uvicorn.Config(make_app(self.service), log_level="critical", access_log=False)
+        app = make_app(self.service)
+        config = uvicorn.Config(app, http=LimitedProtocol, log_level="critical", access_log=False)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
