@@ -29,6 +29,11 @@ class WinRate:
     low: float
     high: float
 
+    @property
+    def prompts(self) -> int:
+        """How many were compared."""
+        return self.wins + self.ties + self.losses
+
     @staticmethod
     def of(pairs: Iterable[tuple[float, float]]) -> WinRate:
         """From (score, score of the other) of each prompt; pairs that are not finite are left

@@ -248,7 +248,7 @@ def prompts(run: RunFiles, stage: str) -> View:
             for lines in followed.values()
         ]
         rate = WinRate.of(pairs)
-        if rate.wins + rate.ties + rate.losses:  # none without rewards
+        if rate.prompts:  # none without rewards
             rates.append({"step": step, "against": steps[0], **asdict(rate)})
     return {"stage": stage, "steps": steps, "prompts": shown, "win_rates": rates}
 
@@ -271,7 +271,7 @@ def comparison(
     ours: tuple[RunFiles, str, int | None], theirs: tuple[RunFiles, str, int | None]
 ) -> View:
     """The same held-out prompts at two steps of a stage, or in two runs, with the win rate of the
-    second against the first. A step of None is the last."""
+    second against the first, None without rewards. A step of None is the last."""
     sides = [_evaluation(*side) for side in (ours, theirs)]
     (before_step, before), (after_step, after) = sides
     shared = [name for name in before if name in after]
@@ -284,13 +284,13 @@ def comparison(
         }
         for name in shared
     ]
-    pairs = [(_reward(after[name]), _reward(before[name])) for name in shared]
+    rate = WinRate.of((_reward(after[name]), _reward(before[name])) for name in shared)
     return {
         "before": before_step,
         "after": after_step,
         "steps": [_steps(*ours[:2]), _steps(*theirs[:2])],
         "rows": rows,
-        "win_rate": asdict(WinRate.of(pairs)),
+        "win_rate": asdict(rate) if rate.prompts else None,  # none without rewards
         "only_before": len(before) - len(shared),
         "only_after": len(after) - len(shared),
     }

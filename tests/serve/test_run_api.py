@@ -200,6 +200,24 @@ def test_two_steps_and_two_runs_are_compared_on_the_same_prompts(client: TestCli
     assert found["rows"][0]["after"]["reward"] == found["rows"][0]["before"]["reward"] + 2
 
 
+def test_answers_without_rewards_have_no_win_rate(tmp_path: Path) -> None:
+    """As of distillation, or of a run beside one that scores its answers."""
+    for name in ("plain", "scored"):
+        run = write_run(tmp_path / name)
+        lines = [json.loads(line) for line in (run / FOLLOWED_FILE).read_text().splitlines()]
+        if name == "plain":
+            lines_of(
+                run / FOLLOWED_FILE,
+                [{k: v for k, v in line.items() if k != "reward"} for line in lines],
+            )
+    with TestClient(Starlette(routes=list(routes(tmp_path)))) as client:
+        for other in ("plain", "scored"):
+            found = got(client, "/plain/compare", stage="ppo", step=0, other=other)
+            assert found["win_rate"] is None
+            assert len(found["rows"]) == 2
+        assert got(client, "/scored/compare", stage="ppo", step=0)["win_rate"]["wins"] == 1
+
+
 def test_the_ledger_is_shown(client: TestClient) -> None:
     assert got(client, "/one/data")["ledger"]["datasets"][0]["dropped"]["empty"]["count"] == 1
 

@@ -151,10 +151,13 @@ export async function rolloutsView(holder, query, { remember, left }) {
     if (!found.rows.length) { show(body, nothing("The two have no held-out prompt in common.")); return; }
     const rate = found.win_rate, before = `${state.run} step ${found.before}`, after = `${other.id} step ${found.after}`;
     const rows = [...found.rows].sort((a, b) => Math.abs(number(b.after.reward) - number(b.before.reward)) - Math.abs(number(a.after.reward) - number(a.before.reward)));
-    const side = (label, x, best, earlier = null) => h("div", { class: "answer" }, h("div", { class: "head" }, h("b", {}, label), h("span", { class: `score${best ? " best" : ""}` }, x.reward === undefined ? "" : `reward ${signed(x.reward)}`)), h("p", { class: "text", dir: "auto" }, difference(earlier, x.text)), h("p", { class: "soft small" }, `${counted(x.length, "token")}${x.kl === undefined ? "" : `, KL ${short(x.kl)}`}`));
-    show(body, h("div", { class: "panel winrate" }, h("p", {}, h("b", {}, after), " scores higher than ", h("b", {}, before), " on ", h("b", {}, percent(rate.rate)), ` of ${found.rows.length} prompts (${percent(rate.low)} to ${percent(rate.high)}, Wilson 95 %): ${counted(rate.wins, "win")}, ${counted(rate.ties, "tie")}, ${counted(rate.losses, "loss", "losses")}.`), intervalBar(rate),
+    const side = (label, x, best, earlier = null) => h("div", { class: "answer" }, h("div", { class: "head" }, h("b", {}, label), x.reward === undefined ? "" : h("span", { class: `score${best ? " best" : ""}` }, `reward ${signed(x.reward)}`)), h("p", { class: "text", dir: "auto" }, difference(earlier, x.text)), h("p", { class: "soft small" }, `${counted(x.length, "token")}${x.kl === undefined ? "" : `, KL ${short(x.kl)}`}`));
+    const compared = rate && rate.wins + rate.ties + rate.losses;
+    const result = rate ? [h("p", {}, h("b", {}, after), " scores higher than ", h("b", {}, before), " on ", h("b", {}, percent(rate.rate)), ` of ${counted(compared, "prompt")} (${percent(rate.low)} to ${percent(rate.high)}, Wilson 95 %): ${counted(rate.wins, "win")}, ${counted(rate.ties, "tie")}, ${counted(rate.losses, "loss", "losses")}.`), intervalBar(rate)]
+      : [h("p", {}, h("b", {}, after), " beside ", h("b", {}, before), `, on ${counted(found.rows.length, "prompt")}. There is no win rate: no prompt has a reward in both.`)];
+    show(body, h("div", { class: "panel winrate" }, result,
       found.only_before || found.only_after ? h("p", { class: "soft small" }, `Not compared: ${found.only_before} prompts of the first alone, ${found.only_after} of the second.`) : ""),
-    h("h2", {}, "Largest changes first"), rows.map((row) => h("article", { class: "panel" }, h("p", { class: "prompt", dir: "auto" }, row.prompt), h("div", { class: "answers" },
+    h("h2", {}, rate ? "Largest changes first" : "Answers"), rows.map((row) => h("article", { class: "panel" }, h("p", { class: "prompt", dir: "auto" }, row.prompt), h("div", { class: "answers" },
       side(before, row.before, number(row.before.reward) > number(row.after.reward)), side(after, row.after, number(row.after.reward) > number(row.before.reward), row.before.text)))));
   }
 
