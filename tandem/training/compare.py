@@ -35,6 +35,7 @@ from tandem.training.evaluate import (
     pair_margins,
 )
 from tandem.training.experience import score_answers
+from tandem.training.own_folder import names_data
 from tandem.training.reward_function import columns_given, rewards_of
 from tandem.training.run_folder import Run
 from tandem.training.stage_data import StepRows
@@ -57,6 +58,12 @@ def policies(run: Run) -> Iterator[tuple[str, str]]:
         if (run.path / folder / "config.json").exists():
             yield label, str(run.path / folder)
     yield from run.beside.items()
+
+
+def policy_of_program(run: Run) -> str:
+    """The first policy in the folder of a run whose prompts only its program has, which need not
+    name what it started from; "" in other runs."""
+    return "" if names_data(run.config) else next((source for _, source in policies(run)), "")
 
 
 def is_compared(run: Run) -> bool:

@@ -65,7 +65,8 @@ def evaluate_run(
         ModelError: the run's base model is gone.
     """
     config = config_of_run(path)
-    require_data(config, "evaluated")
+    if not data:
+        require_data(config, "evaluated")
     found = on_these_ranks(with_found(config, Path(path)), World())
     if is_gone(found.actor_model) and not base:
         told = base_gone(visible(path), found.actor_model)

@@ -52,6 +52,11 @@ def on_these_ranks(config: RunConfig, world: World) -> RunConfig:
     return replace(config, parallel=replace(parallel, replicas=replicas, inference_tp_size=slices))
 
 
+def names_data(config: RunConfig) -> bool:
+    """Whether a run's data can be read again; else only its program has them."""
+    return bool(config.data or config.sft_data)
+
+
 def require_data(config: RunConfig, what: str) -> None:
     """Refuse a run whose prompts only its program has, for what reads its data again.
 
@@ -60,11 +65,11 @@ def require_data(config: RunConfig, what: str) -> None:
     Raises:
         CheckpointError: it names no data.
     """
-    if not (config.data or config.sft_data):
+    if not names_data(config):
         raise CheckpointError(
             f"{config.output_dir} must name its data to be {what}; got a run without any, whose "
-            "prompts came from a program. Repeat or evaluate it there, or answer prompts of a file "
-            "with its models: tandem sample."
+            "prompts came from a program. Repeat or evaluate it there, or evaluate its models on "
+            "rows of a file (tandem eval --data FILE)."
         )
 
 

@@ -50,7 +50,7 @@ from tandem.text import counted, visible
 from tandem.training.agreement import require_one_configuration
 from tandem.training.answer_records import shown_rows
 from tandem.training.callbacks import Callback, CallbackStop
-from tandem.training.compare import compare, is_compared
+from tandem.training.compare import compare, is_compared, policy_of_program
 from tandem.training.conversation_trial import check_environment
 from tandem.training.disk_room import require_room
 from tandem.training.forecast import Forecast
@@ -391,9 +391,9 @@ def _check_inputs(run: Run) -> None:
 
 def tokenizer_sources(run: Run) -> tuple[str, str]:
     """The models whose tokenizers policy and reward model use, before any stage has run."""
-    if not has_policy(run):  # the reward model's stage alone: its own tokenizer
+    policy = run.config.actor_model or run.trained("policy") or policy_of_program(run)
+    if not policy:  # the reward model's stage alone: its own tokenizer
         return run.config.reward_model, run.judge or run.config.reward_model
-    policy = run.config.actor_model or run.policy_source()
     reward = run.config.reward_model
     if not leaving(run.config.stages, "reward model"):  # an earlier stage may have trained it
         reward = run.trained("reward model") or reward

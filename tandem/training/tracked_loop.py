@@ -42,8 +42,8 @@ class TrackedLoop:
     comes, in the end the models in a folder of the stage's name, and report.html; but nothing of
     held-out prompts, which it does not evaluate. Begun again with the same models and knobs, it
     continues after the newest checkpoint. It ends early where a callback stops it (`stopped`).
-    `tandem chat`, `sample`, `serve` and `report` take the folder; `replay` and `eval`, which read a
-    run's data again, do not know your prompts.
+    `tandem chat`, `sample`, `serve` and `report` take the folder, and `eval` with `--data`;
+    `replay`, which reads a run's data again, does not know your prompts.
     """
 
     def __init__(

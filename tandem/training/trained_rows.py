@@ -15,6 +15,7 @@ from tandem.errors import ConfigError, DataError
 from tandem.metrics.folder import finished_stages
 from tandem.text import one_line
 from tandem.training.differences import ROWS
+from tandem.training.own_folder import names_data
 from tandem.training.provenance import Identity, recorded
 from tandem.training.run_folder import Run
 from tandem.training.stage_data import read_data
@@ -37,6 +38,8 @@ def trained_rows(run: Run) -> TrainedRows:
     """Read the run's data again, as its config.yaml names them, and find the shares of all stages
     that it names or that are finished."""
     config = run.config
+    if not names_data(config):
+        return TrainedRows(frozenset(), "its prompts came from a program")
     try:
         data = read_data(config)
         mixed = _mixed_in(config, data)

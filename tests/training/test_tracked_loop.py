@@ -15,6 +15,7 @@ from tandem.metrics.log import read_metrics
 from tandem.serve.named_model import notes_of
 from tandem.training.eval_command import evaluate_run
 from tandem.training.replay import replay
+from tests.tiny import write_preferences
 
 from .runs import answer_lines, records
 
@@ -89,8 +90,22 @@ def test_commands_on_its_folder_do_not_wait_for_other_stages_nor_ask_for_data(
     assert notes_of(str(folder)) == []
     with pytest.raises(CheckpointError, match="to be repeated; got a run without any"):
         replay(str(folder), 1)
-    with pytest.raises(CheckpointError, match="to be evaluated; got a run without any"):
+    with pytest.raises(CheckpointError, match=r"to be evaluated; got .*eval --data FILE"):
         evaluate_run(str(folder), 0)
+
+
+def test_its_models_are_evaluated_on_other_data(
+    tmp_path: Path, tiny_model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tiny_model, tmp_path / "run")
+    data = write_preferences(tmp_path / "new.jsonl", num=3)
+    evaluation = evaluate_run(str(tmp_path / "run"), 0, data=[str(data)])
+    assert list(evaluation["models"]) == ["ppo"]
+    assert evaluation["models"]["ppo"]["heldout_loss"] > 0
+    assert evaluation["trained_on_unknown"] == "its prompts came from a program"
+    named = evaluate_run(str(tmp_path / "run"), 1, data=[str(data)], base=tiny_model)
+    assert list(named["models"]) == ["base", "ppo"]
+    assert "its prompts came from a program" in capsys.readouterr().out
 
 
 def test_the_answers_of_logged_experiences_are_recorded(tmp_path: Path, tiny_model: str) -> None:
