@@ -174,7 +174,7 @@ def copied(world: World, folders: Sequence[Path], how: str) -> tuple[list[int], 
     path = folders[world.rank % len(folders)] / "run"
     world = find_folders(path, world)
     folder = path / "sft"
-    if how == "differ" or world.rank == len(folders) - 1:
+    if how == "differ" or (how and world.rank == len(folders) - 1):
         alone = World()
         write_folder(folder, lambda f: (f / "sub").mkdir() or fill(f, world.rank), {}, world=alone)
         if how == "its file is gone":
