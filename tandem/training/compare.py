@@ -35,6 +35,7 @@ from tandem.training.evaluate import (
     pair_margins,
 )
 from tandem.training.experience import score_answers
+from tandem.training.implicit import ImplicitRewards
 from tandem.training.own_folder import names_data
 from tandem.training.reward_function import columns_given, rewards_of
 from tandem.training.run_folder import Run
@@ -84,6 +85,7 @@ def compare(
     num_prompts: int | None = None,
     which: str = "held out",
     save: bool = True,
+    implicit: ImplicitRewards | None = None,
 ) -> dict[str, Any]:
     """Evaluate every policy and the reward model on held-out rows; `save` writes evaluation.json.
 
@@ -92,6 +94,7 @@ def compare(
     Args:
         num_prompts: answered at most; None: the run's own number.
         which: of which rows, for the lines that tell how far it is.
+        implicit: also measures how policies tell preferences apart.
     Returns:
         {"models": {label: {metric: value}}, "answers": [{"prompt", "answers": {label: {"text",
         "score"}}}], "made_from": what the metrics depend on}, as written; with a reward also
@@ -100,8 +103,7 @@ def compare(
     Raises:
         CheckpointError: a finished stage's folder is damaged.
     """
-    config = run.config
-    made_from = _made_from(run)
+    config, made_from = run.config, _made_from(run)
     rl = rl_section(config)
     prompts = rows.heldout_prompts[: rl.eval_prompts if num_prompts is None else num_prompts]
     models: dict[str, dict[str, float]] = {}
@@ -118,6 +120,8 @@ def compare(
             run.print_line(f"comparing: {label} ({number} of {len(found)}) on {measured}, {which}")
             model = run.placement.policy(source, trained=False)
             models[label] = language_model_metrics(model, rows.heldout_sft, rows.renderer, config)
+            if implicit is not None:
+                models[label] |= implicit.metrics(label, source, model)
             if prompts:
                 rollout = answer(
                     model, prompts, rows, run.settings, conversations=conversations, scorer=scorer
@@ -129,11 +133,8 @@ def compare(
                 values = [None if score != score else score for score in scores.tolist()]
                 every_score[label] = values
                 for place, shown in zip(places, answers, strict=True):
-                    text, value = (
-                        said(rollout.prompts[place], rollout.responses[place]),
-                        values[place],
-                    )
-                    shown["answers"][label] = {"text": text, "score": value}
+                    text = said(rollout.prompts[place], rollout.responses[place])
+                    shown["answers"][label] = {"text": text, "score": values[place]}
     shown_answers = [shown for shown in answers if shown["answers"]]
     evaluation = {"models": models, "answers": shown_answers, "made_from": made_from}
     if any(value is not None for values in every_score.values() for value in values):

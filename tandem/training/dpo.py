@@ -110,6 +110,22 @@ def pair_sums(
     }
 
 
+def pair_metrics(
+    chosen: AnswerLogprobs,
+    rejected: AnswerLogprobs,
+    settings: DPOConfig,
+    given: PairLosses | None = None,
+) -> dict[str, float]:
+    """Loss, accuracy and margin of the implicit reward, means over some held-out pairs."""
+    result = loss_of_pairs(chosen, rejected, settings, given)
+    sums = {
+        "heldout_loss": result.loss,
+        "heldout_accuracy": result.accuracy,
+        "heldout_margin": result.chosen_reward - result.rejected_reward,
+    }
+    return {name: float(value) / len(chosen.total) for name, value in sums.items()}
+
+
 def _evaluation(
     policy: ReferencedPolicy,
     pairs: Sequence[PairRow],
@@ -128,13 +144,7 @@ def _evaluation(
         chosen, rejected = (measure() for measure in sides)
 
         def measure(some: Tensor) -> dict[str, float]:
-            result = loss_of_pairs(chosen.select(some), rejected.select(some), settings, given)
-            sums = {
-                "heldout_loss": result.loss,
-                "heldout_accuracy": result.accuracy,
-                "heldout_margin": result.chosen_reward - result.rejected_reward,
-            }
-            return {name: float(value) / int(some.sum()) for name, value in sums.items()}
+            return pair_metrics(chosen.select(some), rejected.select(some), settings, given)
 
         return by_dataset(datasets_of_pairs(pairs), measure)
 

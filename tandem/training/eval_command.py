@@ -24,6 +24,7 @@ from tandem.training.beside import compare_beside
 from tandem.training.best_of_n import frontier_table, measure_best_of
 from tandem.training.calibration import reliability_table
 from tandem.training.compare import compare
+from tandem.training.implicit import ImplicitRewards
 from tandem.training.other_data import read_other
 from tandem.training.own_folder import config_of_run, on_these_ranks, require_data
 from tandem.training.run_folder import Run
@@ -79,12 +80,16 @@ def evaluate_run(
         other = read_other(run, data, on_bad_row)
         rows, file, title = other.rows, other.file, f"On {other.title}"
         most = num_prompts or len(rows.heldout_prompts)
-        evaluation = compare(run, rows, num_prompts=most, which=f"of {other.title}", save=False)
+        which, implicit = f"of {other.title}", ImplicitRewards(run, rows)
+        evaluation = compare(
+            run, rows, num_prompts=most, which=which, save=False, implicit=implicit
+        )
         evaluation |= other.facts
     else:
         rows, file, title = _own_rows(run), EVALUATION_FILE, _OWN
         most = num_prompts or rl_section(found).eval_prompts
-        evaluation = compare(run, rows, num_prompts=most, save=False)
+        implicit = ImplicitRewards(run, rows)
+        evaluation = compare(run, rows, num_prompts=most, save=False, implicit=implicit)
     if best_of:
         evaluation["best_of_n"] = measure_best_of(run, rows, best_of, most)
     show_comparison(evaluation, title=title)

@@ -153,6 +153,21 @@ def _loss(answers: AnswerLogprobs, labels: Tensor, baseline: float, settings: KT
     )
 
 
+def label_metrics(
+    answers: AnswerLogprobs, labels: Tensor, baseline: float, settings: KTOConfig
+) -> dict[str, float]:
+    """Loss of some held-out answers and, where there are good and bad ones, accuracy and margin of
+    the implicit reward over every good with every bad one, which no baseline changes."""
+    result = _loss(answers, labels, baseline, settings)
+    found = {"heldout_loss": float(result.loss) / len(labels)}
+    good, bad = answers.log_ratio[labels], answers.log_ratio[~labels]
+    if len(good) and len(bad):
+        margins = good[:, None] - bad
+        found["heldout_accuracy"] = float(wins_of(margins).mean())
+        found["heldout_margin"] = settings.beta * float(margins.mean())
+    return found
+
+
 def _evaluation(
     policy: ReferencedPolicy, rows: Sequence[LabelledRow], settings: KTOConfig
 ) -> Callable[[], dict[str, float]]:
@@ -167,15 +182,7 @@ def _evaluation(
         answers, baseline = measure(), measure_baseline(policy, rows)
 
         def measured(some: Tensor) -> dict[str, float]:
-            own, own_labels = answers.select(some), labels[some]
-            result = _loss(own, own_labels, baseline, settings)
-            found = {"heldout_loss": float(result.loss) / len(own_labels)}
-            good, bad = own.log_ratio[own_labels], own.log_ratio[~own_labels]
-            if len(good) and len(bad):
-                margins = good[:, None] - bad
-                found["heldout_accuracy"] = float(wins_of(margins).mean())
-                found["heldout_margin"] = settings.beta * float(margins.mean())
-            return found
+            return label_metrics(answers.select(some), labels[some], baseline, settings)
 
         return by_dataset(datasets_of_answers(rows), measured)
 

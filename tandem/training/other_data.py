@@ -14,6 +14,7 @@ from tandem.errors import ConfigError, DataError
 from tandem.metrics.folder import EVALUATIONS_FOLDER
 from tandem.text import counted, visible
 from tandem.training.compare import judge_of, policies
+from tandem.training.implicit import preference_stage
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import ledger_lines, tokenizer_sources
 from tandem.training.stage_data import TRAINED_ON, StepRows, prepare_rows, source_of
@@ -101,11 +102,17 @@ def _uses(run: Run, rows: StepRows) -> dict[str, Sequence[Any]]:
         found |= {"texts": rows.heldout_sft, "prompts": rows.heldout_prompts}
     if judge_of(run) is not None:
         found |= {"pairs": rows.heldout_pairs, "graded answers": rows.heldout_graded}
+    elif (stage := preference_stage(run)) is not None:
+        kind = "labelled answers" if stage.labelled else "pairs"
+        found[kind] = rows.heldout_of(stage)
     return found
 
 
 def _readers(run: Run) -> str:
-    found = ["policies (texts, prompts)"] if any(policies(run)) else []
+    read = ["texts", "prompts"]
+    if (stage := preference_stage(run)) is not None:
+        read.append("labelled answers" if stage.labelled else "pairs")
+    found = [f"policies ({', '.join(read)})"] if any(policies(run)) else []
     found += ["a reward model (pairs, graded answers)"] if judge_of(run) is not None else []
     return " and ".join(found) or "none"
 
