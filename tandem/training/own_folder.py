@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
 
 from tandem.checkpoint.folder import existing
 from tandem.config.load import load_config
@@ -13,7 +12,7 @@ from tandem.config.schema import RunConfig
 from tandem.config.stages import stage_names
 from tandem.data.own_template import with_kept_template
 from tandem.errors import CheckpointError
-from tandem.files import lock, not_a_run
+from tandem.files import not_a_run
 from tandem.parallel.world import World
 
 SAVE_NOW = "save-now"
@@ -23,7 +22,6 @@ COMMAND_FILE = "command.txt"
 """The first file that is written into a run's folder; it identifies one."""
 GIVEN = "given"
 """Where data and models that Python code has given a run are kept."""
-_LOCK_FILE = ".lock"
 
 
 def config_of_run(folder: str) -> RunConfig:
@@ -87,41 +85,6 @@ def not_writable(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
         f"--output-dir must be a folder that can be written; got {path} ({reason}). Choose another."
     )
-
-
-def hold(path: Path) -> BinaryIO:
-    """Keep a run's folder from other runs until what this returns is closed: two would mix their
-    lines and remove each other's checkpoints.
-
-    Raises:
-        CheckpointError: another run has it.
-        OSError: nothing can be written there.
-    """
-    held = lock(path / _LOCK_FILE)
-    if held is None:
-        raise CheckpointError(
-            f"{path} must be written by one run at a time; got another that is "
-            "running in it. Wait until it ends, or use another --output-dir."
-        )
-    return held
-
-
-def require_held(held: BinaryIO, path: Path) -> None:
-    """Refuse to write into a folder that is no longer the one that `hold` was given: what is left
-    of the run would make a half of one.
-
-    Raises:
-        CheckpointError: it was removed, moved or replaced.
-    """
-    try:
-        is_there = os.path.samestat(os.fstat(held.fileno()), os.stat(path / _LOCK_FILE))
-    except FileNotFoundError:
-        is_there = False
-    if not is_there:
-        raise CheckpointError(
-            f"{path} must stay where it is until the run ends; got a run whose folder was removed, "
-            "moved or replaced meanwhile. It ends here; the same command continues what is there."
-        )
 
 
 def require_run_folder(path: Path, writes: bool = True) -> None:

@@ -39,13 +39,12 @@ from tandem.devices import ask_for_determinism, resolve_device
 from tandem.engine.module_scorer import RewardModule
 from tandem.engine.placement import Placement
 from tandem.errors import CheckpointError, ConfigError, DataError, Stopped
-from tandem.files import remove_left
+from tandem.files import lock, remove_left
 from tandem.files import replace as replace_file
 from tandem.metrics.answers import LINE_FILES
 from tandem.metrics.log import MetricLog, MutedLog
 from tandem.parallel.world import World
 from tandem.text import ignore_line
-from tandem.training import own_folder
 from tandem.training.callbacks import Callback
 from tandem.training.differences import known_rows
 from tandem.training.lineage import lineage_of
@@ -55,6 +54,8 @@ from tandem.training.own_templates import keep_template
 from tandem.training.provenance import Identity, environment, origin
 from tandem.training.signals import StopSignals
 from tandem.training.stage_data import StepRows
+
+_LOCK_FILE = ".lock"
 
 
 class Run:
@@ -141,7 +142,13 @@ class Run:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = self._lock or own_folder.hold(self.path)
+            # Two runs would mix their lines and remove each other's checkpoints.
+            self._lock = self._lock or lock(self.path / _LOCK_FILE)
+            if self._lock is None:
+                raise CheckpointError(
+                    f"{self.path} must be written by one run at a time; got another that is "
+                    "running in it. Wait until it ends, or use another --output-dir."
+                )
             remove_left(self.path, (".yaml", ".json", ".jinja", ".html"))
             with (self.path / COMMAND_FILE).open("a", encoding="utf-8") as file:
                 file.write(command + "\n")
@@ -154,15 +161,6 @@ class Run:
                     shutil.rmtree(self.checkpoints(stage), ignore_errors=True)
         except OSError as error:
             raise not_writable(self.path, str(error.strerror)) from None
-
-    def require_there(self) -> None:
-        """Raise CheckpointError where the folder was removed meanwhile; nothing more is written."""
-        try:
-            if self._lock is not None:
-                own_folder.require_held(self._lock, self.path)
-        except CheckpointError:
-            self.writes = False
-            raise
 
     def close(self) -> None:
         """Release the folder to other runs."""
@@ -252,7 +250,6 @@ class Run:
         Args:
             fill: writes into the folder that it is given; every rank calls it.
         """
-        self.require_there()
         saver = self._savers.pop(stage, None)
         try:
             if saver is not None:
@@ -274,7 +271,6 @@ class Run:
         """
         if not self.writes:
             return
-        self.require_there()
         if stage not in self._savers:
             self._savers[stage] = Saver(
                 self.checkpoints(stage),
@@ -340,7 +336,6 @@ class Run:
         """The log of the stage's metrics; `start` steps are done. See MetricLog for thresholds."""
         if not self.world.is_first or not self.writes:
             return MutedLog()
-        self.require_there()
         return MetricLog(
             self.path,
             stage,
