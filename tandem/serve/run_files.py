@@ -54,11 +54,7 @@ class GrowingLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.answers: list[Answer] = []
-        self.damaged = 0
-        """Lines that cannot be read."""
-        self._read = 0
-        self._file = (0, 0)
+        self._begin((0, 0))
 
     def refresh(self) -> list[Answer]:
         """All lines that are whole objects; half-written and damaged ones are left out."""
@@ -67,16 +63,14 @@ class GrowingLines:
                 status = self.path.stat()
                 identity = (status.st_dev, status.st_ino)
                 if identity != self._file or status.st_size < self._read:
-                    self.answers, self._read, self._file = [], 0, identity
-                    self.damaged = 0
+                    self._begin(identity)
                 file.seek(self._read)
                 for line in file:
                     if not line.endswith(b"\n"):
                         break
                     self._add(line)
         except OSError:
-            self.answers, self._read, self._file = [], 0, (0, 0)
-            self.damaged = 0
+            self._begin((0, 0))
         return self.answers
 
     def whole(self, answer: Answer) -> Mapping[str, Any]:
@@ -89,6 +83,13 @@ class GrowingLines:
             return answer.line
         same = isinstance(line, dict) and all(line.get(k) == v for k, v in answer.line.items())
         return line if same else answer.line
+
+    def _begin(self, file: tuple[int, int]) -> None:
+        """Know nothing yet of this file."""
+        self.answers: list[Answer] = []
+        self.damaged = 0
+        """Lines that cannot be read."""
+        self._read, self._file = 0, file
 
     def _add(self, line: bytes) -> None:
         offset, self._read = self._read, self._read + len(line)
@@ -146,24 +147,23 @@ class RunFiles:
     def lines(self, name: str) -> list[Mapping[str, Any]]:
         """The objects of another file of lines."""
         with self._lock:
-            lines = self._lines.setdefault(name, GrowingLines(self.path / name))
-            return [answer.line for answer in lines.refresh()]
+            return [answer.line for answer in self._grown(name).answers]
 
     def damaged(self) -> list[str]:
         """What to say of lines that are left out because they cannot be read."""
         said = []
         for name in (ANSWERS_FILE, FOLLOWED_FILE):  # as in the report
-            self.lines(name)
-            if number := self._lines[name].damaged:
+            with self._lock:
+                number = self._grown(name).damaged
+            if number:
                 are = "is" if number == 1 else "are"
                 said.append(f"{name}: {counted(number, 'line')} cannot be read and {are} left out")
         return said
 
     def span(self, stage: str, name: str) -> tuple[float, float] | None:
         """The lowest and highest number that answers.jsonl has of a stage; None without one."""
-        self.lines(ANSWERS_FILE)
         with self._lock:
-            found, done = self._lines[ANSWERS_FILE].answers, self._spanned[1]
+            found, done = self._grown(ANSWERS_FILE).answers, self._spanned[1]
             if found is not self._spanned[0]:  # the file was replaced
                 self._spans, done = {}, 0
             for answer in found[done:]:
@@ -175,6 +175,12 @@ class RunFiles:
                         self._spans[key] = min(low, *values), max(high, *values)
             self._spanned = found, len(found)
             return self._spans.get((stage, name))
+
+    def _grown(self, name: str) -> GrowingLines:
+        """Another file of lines as it is now; within the lock."""
+        lines = self._lines.setdefault(name, GrowingLines(self.path / name))
+        lines.refresh()
+        return lines
 
     def json(self, name: str) -> Mapping[str, Any]:
         """One of the run's JSON files; empty if it is missing or cannot be read."""
