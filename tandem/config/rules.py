@@ -85,6 +85,11 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
             "sampling.min_new_tokens must be at most sampling.max_new_tokens "
             f"({config.sampling.max_new_tokens}); got {config.sampling.min_new_tokens}"
         )
+    if config.sampling.json_schema and config.sampling.regex:
+        yield (
+            "sampling.regex must be empty where sampling.json_schema says the form of answers; got "
+            f"{config.sampling.regex}. Remove one"
+        )
     yield from _reward_problems(config)
     yield from preference_problems(config.dpo)
     yield from _selection_problems(config)

@@ -62,6 +62,11 @@ class SamplingConfig:
     """Added to logits, each as TOKEN_ID:BIAS; -100 forbids a token."""
     stop_strings: tuple[str, ...] = knob(())
     """Texts that end an answer; the text is cut before them, the tokens are kept as sampled."""
+    json_schema: str = knob("", path=True)
+    """JSON that every answer must be: a file of a JSON Schema, or the schema itself
+    (docs/answer_forms.md)."""
+    regex: str = knob("")
+    """A regular expression that must describe every answer from end to end."""
     max_new_tokens: int = knob(128, ge=1, common=RL)
     """Longest answer, in tokens."""
     min_new_tokens: int = knob(0, ge=0)
@@ -69,6 +74,9 @@ class SamplingConfig:
     samples_per_prompt: int = knob(1, ge=1, common=("rl",))
     """Answers sampled per prompt in RL stages; by default 8 in a run with stage grpo (TRL's
     num_generations), 2 with stage online-dpo."""
+
+    def __post_init__(self) -> None:
+        at_home(self)
 
     def logit_biases(self) -> dict[int, float]:
         """`logit_bias` by token id.

@@ -21,6 +21,7 @@ from tandem.data.call_reader import (
     NamedReader,
     TaggedReader,
 )
+from tandem.data.call_shape import json_shape, tagged_shape
 from tandem.data.changed_json import PROBE
 
 Write = Callable[[Sequence[Called]], str]
@@ -36,6 +37,7 @@ def reader_of(write: Write) -> CallReader | None:
     for make in (_json_reader, _named_reader, _tagged_reader):
         reader = make(write)
         if reader is not None and _reads_back(reader, write):
+            reader.shape = reader.shape or json_shape(write, *_made_up(0, 1))
             reader.example = write([Called("add", {"a": 2, "b": 3}, call_id(0))]).strip()
             return reader
     return None
@@ -139,7 +141,10 @@ def _tagged_reader(write: Write) -> CallReader | None:
     if not all(text.strip() for text in (before, first, inside, following)):
         return None
     ends = Ends(between, second[-1], empty[1], empty[2])
-    return TaggedReader(before, ends, Marks(first, inside, following))
+    reader = TaggedReader(before, ends, Marks(first, inside, following))
+    none, after = (empty[1], empty[2]), second[-1]
+    reader.shape = tagged_shape(before, (first, inside, following), (between, after), none)
+    return reader
 
 
 def _divided(text: str, words: Sequence[str]) -> list[str] | None:

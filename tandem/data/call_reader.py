@@ -12,11 +12,14 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.data.argument_types import typed
 from tandem.data.excerpt import excerpt
 from tandem.data.thoughts import NO_THOUGHTS, ThoughtForm
+
+if TYPE_CHECKING:
+    from tandem.data.call_shape import CallShape
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -47,10 +50,12 @@ class CallReader(ABC):
     """Reads the calls in an answer.
 
     Attributes:
-        example: a call as the template writes it. thoughts: how it takes thoughts.
+        example: a call as the template writes it. thoughts: how it takes thoughts. shape: what it
+            writes around names and arguments; None if that is not known.
     """
 
     example = ""
+    shape: CallShape | None = None
     thoughts: ThoughtForm = NO_THOUGHTS
 
     def __init__(self, before: str, between: str | None, after: str) -> None:

@@ -66,6 +66,7 @@ class Renderer:
         stop_token_ids: every token at which generation must stop, the terminator first.
         pad_token_id: fills batches; masks never depend on it, so it may equal EOS.
         framing, frame: what the template writes around turns; the control strings there, BOS, EOS.
+        lead, trail: what it writes around an answer's words, as it is decoded.
         pieces, thoughts: text to ids and back; how the template takes what is thought before words.
     Raises:
         ModelError: the tokenizer has no EOS, or its template cannot be used for training.
@@ -97,8 +98,7 @@ class Renderer:
         pad = tokenizer.pad_token_id
         self.pad_token_id: int = self._eos_id if pad is None else int(pad)
         self._last: tuple[Any, _BeforeAnswer] | None = None
-        self._lead, self._trail = self._decoded_frame()
-        self._tokenizer = tokenizer
+        self.lead, self.trail = self._decoded_frame()
         self.framing, self.frame = self._frame()
         self._marked: str | None = None
         self._definition = definition_of(tokenizer)
@@ -108,14 +108,14 @@ class Renderer:
         """The jinja template in use, to be saved with a model: with generation marks around what
         the assistant writes, if it had none and they can be put."""
         if self._marked is None:
-            template = self._template
-            self._marked = marked_in_time(template.source, template.terminator, self._tokenizer)
+            template, tokenizer = self._template, self.pieces.tokenizer
+            self._marked = marked_in_time(template.source, template.terminator, tokenizer)
         return self._marked
 
     @property
     def vocabulary(self) -> dict[str, int]:
         """The tokenizer's tokens, added ones too, with their ids."""
-        return {str(token): int(i) for token, i in self._tokenizer.get_vocab().items()}
+        return {str(token): int(i) for token, i in self.pieces.tokenizer.get_vocab().items()}
 
     @property
     def control_ids(self) -> tuple[int, ...]:
@@ -241,7 +241,7 @@ class Renderer:
         with in_time(where):
             cut, mark, template = self._cut(spoken, tools, source)
             _, text = template.text(cut, mark, where)
-        end = self._template.trail + (self._template.terminator or self._tokenizer.eos_token)
+        end = self._template.trail + (self._template.terminator or self.pieces.tokenizer.eos_token)
         before, found, after = text.rpartition(word + end)
         if not found:
             raise ModelError(
@@ -271,18 +271,18 @@ class Renderer:
         Args:
             ids: as `conversation` marks them, or as sampled. begins: the answer begins with them.
         """
-        kept, lead = [int(i) for i in ids], self._lead if begins else ""
+        kept, lead = [int(i) for i in ids], self.lead if begins else ""
         if kept and kept[-1] in self.stop_token_ids:
             kept.pop()
         text = self.pieces.decode(kept)
-        words = text.removeprefix(lead).removesuffix(self._trail)
+        words = text.removeprefix(lead).removesuffix(self.trail)
         return "" if lead.startswith(text) else words  # a stream would have to take it back
 
     def prompt_text(self, row: PromptRow) -> str:
         """A prompt as the model reads it, control tokens included, up to where the text of an
         answer (`decode`) follows."""
-        thinks = self.thoughts.ends in self._lead  # the answer has other thoughts
-        return self.continuation(row.token_ids) + (self._lead if not thinks else "")
+        thinks = self.thoughts.ends in self.lead  # the answer has other thoughts
+        return self.continuation(row.token_ids) + (self.lead if not thinks else "")
 
     def continuation(self, ids: Sequence[int]) -> str:
         """The text of ids that follow other text, with nothing removed: of a plain completion."""
@@ -386,7 +386,7 @@ class Renderer:
             )
 
     def _frame(self) -> tuple[str, frozenset[str]]:
-        template, tokenizer = self._template, self._tokenizer
+        template, tokenizer = self._template, self.pieces.tokenizer
         own = template.prompt(template.opening, "probe") + template.terminator
         ends = (str(token) for token in (tokenizer.bos_token, tokenizer.eos_token) if token)
         words = template.opening[-1].content

@@ -34,13 +34,15 @@ class PieceTokenizer:
     Args:
         tokenizer: any Hugging Face tokenizer; it is only called, never changed.
         control: its control tokens.
+    Attributes:
+        tokenizer, control: these.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, control: ControlTokens) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._is_plain = _decodes_plainly(tokenizer)
         self._encodes_plainly = _encodes_plainly(tokenizer)
-        self._control = control
+        self.control = control
         self._in_context = lru_cache(maxsize=64)(self._ids_in_context)
         odd = control.forbidden | {tokenizer.unk_token_id}
         own = getattr(tokenizer.backend_tokenizer.model, "unk_token", None)
@@ -117,18 +119,18 @@ class PieceTokenizer:
     @property
     def writes_by_character(self) -> bool:
         """Whether it can write a text if it can write each of its characters."""
-        model = self._tokenizer.backend_tokenizer.model
+        model = self.tokenizer.backend_tokenizer.model
         return type(model).__name__ not in ("WordLevel", "WordPiece")
 
     def _encode_piece(self, piece: str, before: str, where: str) -> list[int]:
         ids = list(self._in_context(piece, before))
-        forbidden = self._control.forbidden
-        written = [i for i in self._control.written(piece) if i in forbidden]
+        forbidden = self.control.forbidden
+        written = [i for i in self.control.written(piece) if i in forbidden]
         if [i for i in ids if i in forbidden] == written:
             return ids
         # The tokenizer's normalizer made a control token of other text (of wide letters, say).
         ids, cursor = [], 0
-        for match in self._control.find(piece):
+        for match in self.control.find(piece):
             ids += self._spelled(piece[cursor : match.start], where)
             ids.append(match.token_id)
             cursor = match.end
@@ -137,7 +139,7 @@ class PieceTokenizer:
     def _spelled(self, text: str, where: str) -> list[int]:
         """Ids of `text`, halved until no half becomes a control token."""
         ids = self._continuation(text)
-        if self._control.forbidden.isdisjoint(ids):
+        if self.control.forbidden.isdisjoint(ids):
             return ids
         if len(text) == 1:
             raise DataError(
@@ -150,10 +152,10 @@ class PieceTokenizer:
     def _ids_in_context(self, piece: str, before: str) -> tuple[int, ...]:
         if not before:
             return tuple(self._whole(piece))
-        if control := self._control.last(before):
+        if control := self.control.last(before):
             # As in a whole text: some tokenizers add or remove a space after a control token.
             ids = self._whole(control + piece)
-            if ids[:1] == [self._control.ids[control]]:
+            if ids[:1] == [self.control.ids[control]]:
                 return tuple(ids[1:])
         return tuple(self._continuation(piece))
 
@@ -165,7 +167,7 @@ class PieceTokenizer:
             if ids[: len(anchor_ids)] == anchor_ids:
                 return ids[len(anchor_ids) :]
         raise ModelError(
-            f"tokenizer {self._tokenizer.name_or_path!r} must tokenize a text after one of "
+            f"tokenizer {self.tokenizer.name_or_path!r} must tokenize a text after one of "
             f"{_ANCHORS!r} separately from it; got {excerpt(text)} merged with each. "
             "Use a tokenizer that adds no space of its own."
         )
@@ -193,18 +195,18 @@ class PieceTokenizer:
     def _whole(self, text: str) -> list[int]:
         try:
             if self._encodes_plainly:
-                backend = self._tokenizer.backend_tokenizer
+                backend = self.tokenizer.backend_tokenizer
                 if self._is_as_called(backend):
                     return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
             # Not verbose: a text over the model's length is the length policy's business.
-            return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+            return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
         # The Rust library raises nothing more specific; if it gives up (on a regular expression
         # with too many ways to match), its error is not an `Exception`.
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
                 raise
             raise ModelError(
-                f"tokenizer {self._tokenizer.name_or_path!r} must take any text; got "
+                f"tokenizer {self.tokenizer.name_or_path!r} must take any text; got "
                 f"{excerpt(f'{type(error).__name__}: {error}', 200)} for {excerpt(text)}. "
                 "Fix its tokenizer.json (an unknown token, say), or use another."
             ) from error
@@ -214,14 +216,14 @@ class PieceTokenizer:
         return (
             backend.truncation is None
             and backend.padding is None
-            and backend.encode_special_tokens == self._tokenizer.split_special_tokens
+            and backend.encode_special_tokens == self.tokenizer.split_special_tokens
         )
 
     def _text(self, ids: list[int]) -> str:
         if self._is_plain:
-            return str(self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False))
+            return str(self.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False))
         # Cleaning up spaces is for WordPiece and breaks every other tokenizer.
-        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
 def _shows(character: str) -> bool:

@@ -108,8 +108,9 @@ class ChatTemplate:
         self._rendered.frame, self.lead, self.thoughts = frame, frame.lead, frame.thoughts
         found = control.find(after)
         self.terminator = after[found[0].start : found[0].end] if found else ""
-        if self.terminator and self.terminator in self.thoughts.between:
-            self.thoughts = replace(self.thoughts, stops=self.terminator)
+        stops = self.terminator if self.terminator in self.thoughts.between else ""
+        is_named = self.thoughts.begins in self.source
+        self.thoughts = replace(self.thoughts, stops=stops, is_named=is_named)
         self.calls.opening = self.opening
         self.calls.lead, self.calls.terminator = self.lead, self.terminator
         self.calls.thoughts = self.thoughts

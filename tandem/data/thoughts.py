@@ -48,6 +48,7 @@ class ThoughtForm:
     before: what stands before joined thoughts that the prompt does not begin.
     as_written: whether the content is written as it is, also where its thought is empty.
     stops: the string that ends answers, if it is in `between` too: generation would stop there.
+    is_named: whether the template names the tag that begins them: its model may think.
     """
 
     how: str = ""
@@ -60,6 +61,7 @@ class ThoughtForm:
     before: str = ""
     as_written: bool = False
     stops: str = ""
+    is_named: bool = False
 
     def split(self, text: str) -> tuple[str, str] | None:
         """The thoughts and the words of an answer, with their white space; None without thoughts,

@@ -19,8 +19,9 @@ from tandem.engine.forward import generation_weights
 from tandem.engine.units import balanced
 from tandem.generation.conversing import ConversationRow, Conversing
 from tandem.generation.following import Following
-from tandem.generation.generator import generate, vocabulary_size
+from tandem.generation.generator import generate
 from tandem.generation.keeping import StateKeeper
+from tandem.generation.limits import vocabulary_size
 from tandem.generation.stops import Stops
 from tandem.models.load import embedding_rows
 from tandem.models.modes import evaluating

@@ -94,17 +94,18 @@ class Rows:
         self._look()
         return part
 
-    def draw(self, logits: Tensor, part: Part) -> Draw:
-        """Draw for the rows of a part, each with its request's sampler; logits (n, V)."""
+    def draw(self, logits: Tensor, part: Part, allowed: Tensor | None = None) -> Draw:
+        """Draw for the rows of a part, each with its request's sampler; logits (n, V), and of
+        which tokens, (n, V) bool."""
         if self.sampler is not None:
-            return self._drawn(self.sampler, logits, part, None)
+            return self._drawn(self.sampler, logits, part, None, allowed)
         parts, order = [], []
         for sampler in self._samplers:
             chosen = [i for i, request in enumerate(part.requests) if request.sampler is sampler]
             if chosen:
                 order += chosen
                 index = gpu.sent(chosen, self.device)
-                parts.append(self._drawn(sampler, logits, part, index))
+                parts.append(self._drawn(sampler, logits, part, index, allowed))
         back = gpu.sent(order, self.device).argsort()
         return Draw(
             torch.cat([draw.tokens for draw in parts])[back],
@@ -172,16 +173,24 @@ class Rows:
         if self._counts is not None:
             self._counts.move(source, target)
 
-    def _drawn(self, sampler: Sampler, logits: Tensor, part: Part, index: Tensor | None) -> Draw:
+    def _drawn(
+        self,
+        sampler: Sampler,
+        logits: Tensor,
+        part: Part,
+        index: Tensor | None,
+        allowed: Tensor | None,
+    ) -> Draw:
         """Draw with one sampler for all rows of a part, or for those at `index` in it."""
         keys, numbers = part.keys, part.token_numbers
         if index is not None:
             logits, keys, numbers = logits[index], keys[index], numbers[index]
+            allowed = None if allowed is None else allowed[index]
         counts = None
         if sampler.penalizes:
             rows = part.rows if index is None else index + part.rows.start
             counts = self._counted(part, logits.shape[1]).of(rows)
-        return sampler.draw(logits, keys, numbers, counts)
+        return sampler.draw(logits, keys, numbers, counts, allowed)
 
     def _counted(self, part: Part, vocabulary: int) -> TokenCounts:
         """The counts, begun for rows that have drawn nothing yet."""

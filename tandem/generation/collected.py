@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tandem.errors import NumericsError
+from tandem.errors import GenerationError, NumericsError, TandemError
 from tandem.generation.keeping import StateKeeper
 from tandem.generation.sampler import Draw
 from tandem.generation.scheduler import Request
@@ -32,6 +32,7 @@ def rollout_of(
         samples: rows side by side that answer one prompt of the rollout.
     Raises:
         NumericsError: something was drawn from NaN.
+        GenerationError: an answer's form left nothing to draw.
     """
     device = draws.tokens.device
     requests = [request for chain in chains for request in chain]
@@ -54,7 +55,7 @@ def rollout_of(
     if bool(broken.any()):  # all numbers of the rollout at once: nobody waited for them before
         at, token = broken.nonzero()[0].tolist()
         row = next(row for row, end in enumerate(lasts) if at <= end)
-        raise not_a_number(str(prompts[row].source), token + 1)
+        raise not_a_number(str(prompts[row].source), requests[at], token + 1)
 
     def placed(values: Tensor) -> Tensor:
         per_token = torch.zeros(batch.token_ids.shape, dtype=torch.float32, device=device)
@@ -82,10 +83,20 @@ def text_of(request: Request, token_ids: list[int], stops: Stops) -> str:
     return stops.decode(token_ids)
 
 
-def not_a_number(where: str, token_number: int) -> NumericsError:
-    """The error of an answer whose token, counted from 1, had nothing to be drawn from."""
+def not_a_number(where: str, request: Request, token_number: int = 0) -> TandemError:
+    """The error of an answer that had nothing to be drawn from.
+
+    Args:
+        token_number: of which of its tokens, counted from 1; its last one if 0.
+    """
+    number = token_number or request.length
+    if request.constraint is not None and request.constraint.problem:
+        return GenerationError(
+            f"{where}: an answer's form must leave a token to go on with; it left none at token "
+            f"{number}: {request.constraint.problem[:200]}. Ask for a simpler form."
+        )
     return NumericsError(
         f"{where}: an answer must have finite logits for some token; got none at its token "
-        f"{token_number}. Look for NaN in the model's weights; see sampling.temperature and "
+        f"{number}. Look for NaN in the model's weights; see sampling.temperature and "
         "sampling.logit_bias."
     )

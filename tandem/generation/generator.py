@@ -8,7 +8,6 @@ to rounding: it follows from the seed, the step and each answer's number alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,28 +18,24 @@ from tandem.errors import GenerationError
 from tandem.generation import hf_generate
 from tandem.generation.blocks import (
     affordable_blocks,
-    affordable_slots,
     blocks_for,
     blocks_wanted,
     most_needed,
-    state_bytes,
 )
-from tandem.generation.collected import rollout_of, text_of
-from tandem.generation.conversing import ConversationRow, Conversed, Conversing
-from tandem.generation.detokenizer import AnswerText
+from tandem.generation.conversing import Conversed, Conversing
 from tandem.generation.following import Followed, Following
 from tandem.generation.keeping import StateKeeper
+from tandem.generation.limits import check_prompts, rows_together, vocabulary_size
 from tandem.generation.native_runner import NativeRunner
 from tandem.generation.record import Record
+from tandem.generation.request_maker import RequestMaker
 from tandem.generation.runner import kv_dtype
-from tandem.generation.sampler import Draw, Sampler, sequence_key
+from tandem.generation.sampler import Draw, Sampler
 from tandem.generation.scheduler import Request, state_slots
 from tandem.generation.session import Session
 from tandem.generation.snapshots import spare_slots
 from tandem.generation.stops import Stops
-from tandem.models.source import positions_in
 from tandem.models.twin import decodes, kv_shapes, rope_border
-from tandem.ops.logits import rows_at_once
 from tandem.ops.sizes import PREFILL_TOKENS
 from tandem.types import PromptRow, Rollout
 
@@ -97,15 +92,15 @@ def generate(
         the last bit; through Hugging Face up to rounding).
     Raises:
         GenerationError: a prompt is empty, a prompt or a logit bias names tokens that the model
-            does not have, prompt and answer exceed the model's positions, or there is no memory
-            for the longest of them.
+            does not have, prompt and answer exceed the model's positions, there is no memory
+            for the longest of them, or their form cannot be followed.
         NumericsError: nothing could be drawn, because a logit was NaN or every token forbidden.
     """
-    _check_prompts(model, prompts, sampling.max_new_tokens)
+    check_prompts(model, prompts, sampling.max_new_tokens)
     sampler = Sampler(sampling, stops.stop_token_ids, model.device, vocabulary_size(model))
     batch_size = rows_together(model, batch_size)
     numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
-    made = _RequestMaker(model, sampler, sampling, stops, seed, step, numbers)
+    made = RequestMaker(model, sampler, sampling, stops, seed, step, numbers)
     by_prompt = [made.requests(row, place) for place, row in enumerate(prompts)]
     joining = made.joining(prompts, by_prompt, following, conversing)
     if not decodes(model) or by_hugging_face:
@@ -122,140 +117,6 @@ def generate(
         spare_slots=spare, keeper=None if joining else keeper,
     )  # fmt: skip
     return made.rollout(prompts, by_prompt, draws, joining, keeper)
-
-
-@dataclass(frozen=True, slots=True)
-class _RequestMaker:
-    """Prompts to requests, and ended requests to answers."""
-
-    model: PreTrainedModel
-    sampler: Sampler
-    sampling: SamplingConfig
-    stops: Stops
-    seed: int
-    step: int
-    numbers: Sequence[int]
-
-    def requests(self, row: PromptRow, place: int) -> list[Request]:
-        """One per sample of the prompt at that place; the numbers of prompts that follow count
-        on."""
-        samples, limit = self.sampling.samples_per_prompt, self.sampling.max_new_tokens
-        beyond = place - len(self.numbers)
-        if beyond >= 0:
-            _check_prompts(self.model, [row], limit)
-        number = self.numbers[place] if beyond < 0 else max(self.numbers) + 1 + beyond
-        return [self._request(place * samples + i, row, (number, i)) for i in range(samples)]
-
-    def later(self, row: ConversationRow, place: int, number: int) -> Request:
-        """That of a conversation's next answer; `place` counts conversations, `number` requests."""
-        _check_prompts(self.model, [row], self.sampling.max_new_tokens)
-        prompt, sample = divmod(place, self.sampling.samples_per_prompt)
-        names = self.numbers[prompt], sample, row.num_answers - 1
-        return self._request(number, row, names)
-
-    def _request(self, number: int, row: PromptRow, names: tuple[int, ...]) -> Request:
-        """`names`: what keys its randomness beside seed and step."""
-        return Request(
-            number,
-            row.token_ids,
-            sequence_key(self.seed, self.step, *names),
-            self.sampler,
-            self.sampling.max_new_tokens,
-            watched_text(self.stops, self.sampling),
-        )
-
-    def joining(
-        self,
-        prompts: Sequence[PromptRow],
-        groups: Sequence[list[Request]],
-        following: Following | None,
-        conversing: Conversing | None,
-    ) -> Followed | Conversed | None:
-        """What joins these requests while they run."""
-        if following is not None:
-            return Followed(following, prompts, groups, self.requests, self.answers)
-        if conversing is not None:
-            return Conversed(conversing, prompts, groups, self.later, self.text)
-        return None
-
-    def rollout(
-        self,
-        prompts: Sequence[PromptRow],
-        groups: Sequence[list[Request]],
-        draws: Draw,
-        joining: Followed | Conversed | None = None,
-        keeper: StateKeeper | None = None,
-    ) -> Rollout:
-        """The answers to prompts, and to those that joined; draws are by the requests' numbers."""
-        samples = self.sampling.samples_per_prompt
-        if isinstance(joining, Conversed):
-            rows, chains = joining.rows, joining.chains
-            draws = draws.at([request.number for chain in chains for request in chain])
-            return rollout_of(rows, chains, draws, self.stops, samples)
-        if joining is not None:
-            prompts, groups = joining.prompts, joining.groups
-        owners = [row for row in prompts for _ in range(samples)]
-        chains = [[request] for group in groups for request in group]
-        return rollout_of(owners, chains, draws, self.stops, samples, keeper)
-
-    def text(self, request: Request, token_ids: list[int]) -> str:
-        """An ended answer's text."""
-        return text_of(request, token_ids, self.stops)
-
-    def answers(
-        self, row: PromptRow, requests: list[Request], token_ids: list[list[int]]
-    ) -> Rollout:
-        """A prompt's answers of which the tokens alone are known."""
-        limit, device = self.sampling.max_new_tokens, self.model.device
-        tokens = torch.tensor([ids + [0] * (limit - len(ids)) for ids in token_ids], device=device)
-        nothing = torch.zeros(tokens.shape, device=device)
-        draws = Draw(tokens, nothing, nothing, nothing)
-        return self.rollout([row], [requests], draws)
-
-
-def watched_text(stops: Stops, sampling: SamplingConfig) -> AnswerText | None:
-    """What looks out for stop strings in one answer; None where there are none."""
-    if not sampling.stop_strings:
-        return None
-    return AnswerText(stops.decode, sampling.stop_strings, sampling.min_new_tokens)
-
-
-def max_positions(model: PreTrainedModel) -> int | None:
-    """Most tokens that prompt and answer may have together; None where there is no limit."""
-    return positions_in(model.config)
-
-
-def vocabulary_size(model: PreTrainedModel) -> int:
-    """How many tokens the model has."""
-    size: int = model.config.get_text_config().vocab_size
-    return size
-
-
-def rows_together(model: PreTrainedModel, wanted: int, free: int | None = None) -> int:
-    """Answers that run side by side: those wanted, or as many as logits and states may be held of.
-
-    A sampler's numbers are float32 whatever the model computes in.
-
-    Args:
-        free: bytes that states are measured from; what is free if None.
-    """
-    each = state_bytes(kv_shapes(model), kv_dtype(model)) if decodes(model) else 0
-    rows = min(wanted, rows_at_once(vocabulary_size(model), torch.float32, model.device))
-    return affordable_slots(rows, each, model.device, free)
-
-
-def check_token_ids(size: int, token_ids: Sequence[int], where: str) -> None:
-    """Refuse what no embedding is there for, of a vocabulary of this size.
-
-    Raises:
-        GenerationError: an id that the model does not have; `where` names the prompt.
-    """
-    for token in (min(token_ids, default=0), max(token_ids, default=0)):
-        if not 0 <= token < size:
-            raise GenerationError(
-                f"{where}: token ids must be from 0 to {size - 1}, the model's; got {token}. "
-                "Tokenize with the model's own tokenizer."
-            )
 
 
 def _kv_blocks(
@@ -381,19 +242,3 @@ def _drawn_compatibly(
             ),
         )
     return record.collected()
-
-
-def _check_prompts(model: PreTrainedModel, prompts: Sequence[PromptRow], new_tokens: int) -> None:
-    if not prompts:
-        raise GenerationError("generate must get at least one prompt; got none.")
-    limit, size = max_positions(model), vocabulary_size(model)
-    for row in prompts:
-        if len(row) == 0:
-            raise GenerationError(f"{row.source}: a prompt must have tokens; got none.")
-        check_token_ids(size, row.token_ids, str(row.source))
-        if limit is not None and len(row) + new_tokens > limit:
-            raise GenerationError(
-                f"{row.source}: prompt and answer must fit the model's {limit} positions; got "
-                f"{len(row)} + {new_tokens} tokens. Lower dataset.max_prompt_tokens or "
-                "sampling.max_new_tokens."
-            )

@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from tandem.errors import ModelError
+from tandem.generation.constrained import allowed_tokens
 from tandem.generation.observed import observe, read_observed
 from tandem.generation.sampler import Draw, TokenCounts
 from tandem.generation.scheduler import Request
@@ -295,7 +296,12 @@ class _Sampler(LogitsProcessor):
                 self._counts.begin(row, request.prompt)
         numbers = torch.full_like(self._keys, len(self.draws))
         counts = self._counts.of(rows) if self._counts else None
-        draw = sampler.draw(logits, self._keys, numbers, counts)
+        allowed = allowed_tokens(self.requests, logits.shape[1], logits.device)
+        draw = sampler.draw(logits, self._keys, numbers, counts, allowed)
+        if allowed is not None:
+            for request, token in zip(self.requests, draw.tokens.tolist(), strict=True):
+                if request.constraint is not None:
+                    request.constraint.take(token)
         if self._counts is not None:
             self._counts.add(rows, draw.tokens)
         self.draws.append(draw)

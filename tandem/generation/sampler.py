@@ -132,6 +132,7 @@ class Sampler:
         keys: Tensor,
         token_numbers: Tensor,
         counts: tuple[Tensor, Tensor] | None = None,
+        allowed: Tensor | None = None,
     ) -> Draw:
         """Sample a token per row.
 
@@ -140,17 +141,21 @@ class Sampler:
             keys: (n,) int64, each answer's `sequence_key`.
             token_numbers: (n,) int64, how many tokens each answer has before this one.
             counts: what `TokenCounts.of` says of the rows; needed where `penalizes`.
+            allowed: (n, V) bool, the tokens that a form leaves each row; stop tokens that alone
+                are left come early, too. None: all.
         Returns:
             if no token has any probability, or a logit is NaN: a meaningless token, with NaN as
             its `sampled_logprobs`, so that the host need not wait for the device.
         """
         temperature = self.sampling.temperature
         if gpu.fuses(logits):
-            return self._draw_fused(logits, keys, token_numbers, counts)
-        if not self._edits and not self._truncates:
+            return self._draw_fused(logits, keys, token_numbers, counts, allowed)
+        if allowed is None and not self._edits and not self._truncates:
             tokens, logprobs, entropy = dense.sample(logits, keys, token_numbers, temperature)
             return Draw(tokens, logprobs, logprobs, entropy)
-        changed = self._edited(logits.float(), token_numbers, counts) if self._edits else logits
+        changed = logits
+        if self._edits or allowed is not None:
+            changed = self._edited(logits.float(), token_numbers, counts, allowed)
         if self._truncates:
             s = self.sampling
             changed = truncated(
@@ -166,15 +171,19 @@ class Sampler:
         keys: Tensor,
         token_numbers: Tensor,
         counts: tuple[Tensor, Tensor] | None,
+        allowed: Tensor | None,
     ) -> Draw:
         """`draw` by our GPU kernels."""
         from tandem.ops.sampling_gpu import sample_gpu  # imports Triton
 
         s = self.sampling
-        rewrites = self.penalizes or len(self._biased) > 0
-        changed = self._reweighed(logits.float(), counts) if rewrites else None
+        changed, least = None, s.min_new_tokens
+        if allowed is not None:
+            changed, least = self._edited(logits.float(), token_numbers, counts, allowed), 0
+        elif self.penalizes or len(self._biased) > 0:
+            changed = self._reweighed(logits.float(), counts)
         tokens, numbers = sample_gpu(
-            logits, changed, keys, token_numbers, self._stop_ids, s.min_new_tokens,
+            logits, changed, keys, token_numbers, self._stop_ids, least,
             s.temperature, s.top_k, s.top_p, s.min_p,
         )  # fmt: skip
         logprobs, sampled, entropy = numbers.unbind()
@@ -190,12 +199,21 @@ class Sampler:
         return logits
 
     def _edited(
-        self, logits: Tensor, token_numbers: Tensor, counts: tuple[Tensor, Tensor] | None
+        self,
+        logits: Tensor,
+        token_numbers: Tensor,
+        counts: tuple[Tensor, Tensor] | None,
+        allowed: Tensor | None,
     ) -> Tensor:
-        """Logits after biases, penalties and the ban on early stop tokens."""
+        """Logits after biases, penalties, a form's ban and that on early stop tokens."""
         logits = self._reweighed(logits, counts)
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed, -torch.inf)
         if self.sampling.min_new_tokens > 0:
             young = token_numbers < self.sampling.min_new_tokens
+            if allowed is not None:
+                others = allowed.sum(dim=1) - allowed[:, self._stop_ids].sum(dim=1)
+                young = young & (others > 0)
             stops = logits[:, self._stop_ids]
             logits = logits.index_copy(
                 1, self._stop_ids, stops.masked_fill(young[:, None], -torch.inf)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tandem.errors import GenerationError
 from tandem.generation.blocks import BlockPool, blocks_for, blocks_needed
+from tandem.generation.constrained import Constraint
 from tandem.generation.detokenizer import AnswerText
 from tandem.generation.observed import TokenLogprobs
 from tandem.generation.prefixes import PrefixPool
@@ -31,7 +32,8 @@ class Request:
     """One answer to draw, and where it stands.
 
     number: the caller's name for it. key: its `sequence_key`. limit: most tokens it may have.
-    text: watches for stop strings; None where there are none.
+    text: watches for stop strings; None where there are none. constraint: the form that the answer
+    must have; None: any.
     row: among the live rows, -1 off them. is_counted: its prompt is in the row's counts, for
     penalties. blocks: what it holds. state: the slot of its states, where layers keep any; -1:
     none. trail: the slot of what they were at the last block's end, behind `trail_tokens` tokens;
@@ -50,6 +52,7 @@ class Request:
     sampler: Sampler
     limit: int
     text: AnswerText | None = None
+    constraint: Constraint | None = None
     row: int = -1
     is_counted: bool = False
     blocks: list[int] = field(default_factory=list)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from tandem.generation.batch_state import Part, Rows
 from tandem.generation.blocks import BlockPool
+from tandem.generation.constrained import allowed_tokens
 from tandem.generation.drawn import Drawn, Observed, Unread
 from tandem.generation.keeping import StateKeeper
 from tandem.generation.native_runner import NativeRunner
@@ -116,6 +117,7 @@ class Session:
         self._leaving: list[Request] = []
         self._watching = False  # for stop strings
         self._observing = False
+        self._constraining = False
 
     @property
     def busy(self) -> bool:
@@ -156,6 +158,7 @@ class Session:
         self._scheduler.submit(requests)
         self._watching = self._watching or any(r.text is not None for r in requests)
         self._observing = self._observing or any(r.top >= 0 for r in requests)
+        self._constraining = self._constraining or any(r.constraint is not None for r in requests)
 
     def cancel(self, request: Request) -> None:
         """Forget a request, whether it waits or runs; its blocks are free at once."""
@@ -282,7 +285,13 @@ class Session:
 
     def _draw(self, logits: Tensor, part: Part) -> None:
         """Draw for these rows; those that have reached their limit leave before the next step."""
-        draw = self.runner.draw(logits, part) or self.rows.draw(logits, part)
+        allowed = self._allowed(logits, part)
+        draw = self.runner.draw(logits, part) if allowed is None else None
+        draw = draw or self.rows.draw(logits, part, allowed)
+        if allowed is not None:  # the host has to wait: the next tokens depend on these
+            for request, token in zip(part.requests, draw.tokens.tolist(), strict=True):
+                if request.constraint is not None:
+                    request.constraint.take(token)
         observed = Observed.of(logits, draw.tokens, part.requests) if self._observing else None
         places = self.rows.advance(draw.tokens, part)
         if self._record is not None:
@@ -294,11 +303,18 @@ class Session:
             tokens = tokens.masked_fill(draw.sampled_logprobs.isnan(), _FAILED)
         self._unread.append(Unread(self._step, part.requests, done, tokens, observed))
 
+    def _allowed(self, logits: Tensor, part: Part) -> Tensor | None:
+        if not self._constraining:
+            return None
+        return allowed_tokens(part.requests, logits.shape[1], logits.device)
+
     @torch.no_grad()
     def _advance(self) -> None:
         """Several steps in one call, where nobody has to look at what each draws."""
         looked_at = self._late or self._watching or self._observing or self._keep_answers
-        if looked_at or self._record is None or self._entries or not self.rows.requests:
+        if looked_at or self._constraining or self._record is None:
+            return
+        if self._entries or not self.rows.requests:
             return
         until = self._scheduler.rows_that_let_in
         made = self.runner.advance(self.rows, self._stop_token_ids, until)

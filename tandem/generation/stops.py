@@ -10,13 +10,15 @@ from tandem.data.render import Renderer
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """What ends an answer, what fills a row after it, and how ids become text."""
+    """What ends an answer, what fills a row after it, and how ids become text; renderer: of the
+    conversation format, for answers that must have a form."""
 
     stop_token_ids: tuple[int, ...]
     pad_token_id: int
     decode: Callable[[Sequence[int]], str]
+    renderer: Renderer | None = None
 
     @staticmethod
     def of(renderer: Renderer) -> Stops:
         """Those of the conversation format that the prompts are rendered in."""
-        return Stops(renderer.stop_token_ids, renderer.pad_token_id, renderer.decode)
+        return Stops(renderer.stop_token_ids, renderer.pad_token_id, renderer.decode, renderer)

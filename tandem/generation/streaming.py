@@ -11,18 +11,20 @@ from types import TracebackType
 from transformers import PreTrainedModel
 
 from tandem.config.schema import SamplingConfig
-from tandem.errors import FullError, GenerationError, NumericsError
+from tandem.errors import GenerationError, TandemError
 from tandem.generation import hf_generate
 from tandem.generation.blocks import affordable_blocks, blocks_for
 from tandem.generation.collected import not_a_number
-from tandem.generation.generator import (
+from tandem.generation.constrained import Constraint
+from tandem.generation.limits import (
+    answer_room,
     check_token_ids,
     max_positions,
     rows_together,
     vocabulary_size,
-    watched_text,
 )
 from tandem.generation.observed import TokenLogprobs
+from tandem.generation.request_maker import constraint_of, watched_text
 from tandem.generation.runner import kv_dtype
 from tandem.generation.sampler import Sampler, sequence_key
 from tandem.generation.scheduler import PrefixCounts, Request, state_slots
@@ -55,7 +57,7 @@ class Handle:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     ended: bool = False
     finished: bool = False
-    error: NumericsError | None = None
+    error: TandemError | None = None
 
 
 class Conversations:
@@ -130,8 +132,9 @@ class Conversations:
         """Queue an answer to a prompt; the next steps generate it.
 
         Raises:
-            GenerationError: the prompt leaves no room for an answer, or prompt or logit bias name
-                tokens that the model does not have. The other answers go on.
+            GenerationError: the prompt leaves no room for an answer, prompt or logit bias name
+                tokens that the model does not have, or the answers' form cannot be followed. The
+                other answers go on.
         """
         return self.submit_samples(prompt_ids, sampling, seed=seed)[0]
 
@@ -143,19 +146,23 @@ class Conversations:
         seed: int,
         samples: int = 1,
         top_logprobs: int = -1,
+        constraint: Constraint | None = None,
     ) -> list[Handle]:
         """As `submit`, for several answers to one prompt, which is run once for all of them.
 
         Args:
             top_logprobs: keep each token's log-prob and those of so many of the likeliest in its
                 place; -1: keep none.
+            constraint: the form that each answer must have; None: that of `sampling`, if it has
+                one.
         Raises:
             GenerationError: as `submit`.
         """
         check_token_ids(vocabulary_size(self._model), prompt_ids, "the conversation")
         self._forget_if_changed()
-        limit = _budget(self._model, prompt_ids, sampling, self._max_tokens)
+        limit = answer_room(self._model, prompt_ids, sampling, self._max_tokens)
         sampler = self._sampler_of(sampling)
+        constraint = constraint or constraint_of(self._stops, sampling, prompt_ids)
         requests = [
             Request(
                 0,
@@ -164,6 +171,7 @@ class Conversations:
                 sampler,
                 limit,
                 watched_text(self._stops, sampling),
+                None if constraint is None else constraint.copy(),
                 top=top_logprobs,
             )
             for sample in range(samples)
@@ -214,7 +222,7 @@ class Conversations:
             if request.ended:
                 handle.ended, handle.finished = True, request.finished
                 if request.failed:
-                    handle.error = not_a_number("the conversation", request.length)
+                    handle.error = not_a_number("the conversation", request)
                 events.setdefault(handle, [])
                 self._forget(request)
         return list(events.items())
@@ -249,7 +257,14 @@ class Conversations:
 
     def _sampler_of(self, sampling: SamplingConfig) -> Sampler:
         """The sampler that answers sampled alike share, which are then drawn together."""
-        rule = replace(sampling, max_new_tokens=1, samples_per_prompt=1, stop_strings=())
+        rule = replace(
+            sampling,
+            max_new_tokens=1,
+            samples_per_prompt=1,
+            stop_strings=(),
+            json_schema="",
+            regex="",
+        )
         if rule not in self._samplers:
             self._samplers[rule] = Sampler(
                 rule,
@@ -310,7 +325,7 @@ class Turns:
             GenerationError, NumericsError: as `stream`.
         """
         positions = max_positions(self._model)
-        budget = _budget(self._model, prompt_ids, sampling, positions)
+        budget = answer_room(self._model, prompt_ids, sampling, positions)
         talk = self._with_room(len(prompt_ids) + budget, positions)
         limited = replace(sampling, max_new_tokens=budget)
         yield from _streamed(talk, prompt_ids, limited, seed)
@@ -352,7 +367,7 @@ def stream(
             name tokens that the model does not have.
         NumericsError: a logit was NaN, or every token forbidden.
     """
-    budget = _budget(model, prompt_ids, sampling, max_positions(model))
+    budget = answer_room(model, prompt_ids, sampling, max_positions(model))
     most = len(prompt_ids) + budget
     with Conversations(model, stops, slots=1, max_tokens=most, share_prefixes=False) as talk:
         yield from _streamed(talk, prompt_ids, sampling, seed)
@@ -371,20 +386,3 @@ def _streamed(
         talk.cancel(handle)
     if handle.error is not None:
         raise handle.error
-
-
-def _budget(
-    model: PreTrainedModel,
-    prompt_ids: Sequence[int],
-    sampling: SamplingConfig,
-    max_tokens: int | None,
-) -> int:
-    """The most tokens of an answer to this prompt."""
-    limits = [limit for limit in (max_positions(model), max_tokens) if limit is not None]
-    budget = min([sampling.max_new_tokens, *(limit - len(prompt_ids) for limit in limits)])
-    if not prompt_ids or budget < 1:
-        raise FullError(
-            f"the conversation must leave room for an answer in {min(limits, default=None)} "
-            f"positions; it has {len(prompt_ids)} tokens. Shorten it, or start a new one."
-        )
-    return budget

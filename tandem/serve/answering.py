@@ -163,6 +163,7 @@ class Answering:
                 Generation(
                     self.loaded, prompt.token_ids, sampling, wanted.seed, wanted.n, top,
                     wanted.stops, wanted.min_tokens, self._decode, deliver, asked,
+                    prompt.constraint,
                 )
             )  # fmt: skip
         try:

@@ -17,6 +17,7 @@ from tandem.data.thoughts import FIELDS, in_content
 from tandem.data.turns import thoughts_of
 from tandem.serve import fields, unsupported
 from tandem.serve.api_errors import ApiError
+from tandem.serve.forms import NO_WISH, Wish, read_choice, read_wish
 from tandem.serve.greedy import as_drawn
 from tandem.types import Message, Role
 
@@ -34,6 +35,7 @@ class Wanted:
 
     max_tokens: None: a default; 0 only with echo. n: answers per prompt. top_logprobs: -1: none.
     seed: of the draws. extras: see `EXTRAS`. continues: the answer goes on with the last turn.
+    wish: its form.
     """
 
     model: str
@@ -50,6 +52,7 @@ class Wanted:
     extras: frozenset[str]
     echo: bool = False
     continues: bool = False
+    wish: Wish = NO_WISH
 
 
 def read_chat(body: Mapping[str, Any]) -> tuple[list[Message], str, Wanted]:
@@ -67,7 +70,9 @@ def read_chat(body: Mapping[str, Any]) -> tuple[list[Message], str, Wanted]:
     if body.get("top_logprobs") is not None and not fields.boolean(body, "logprobs"):
         raise fields.wrong("top_logprobs", "come with logprobs: true", body["top_logprobs"])
     top = top if fields.boolean(body, "logprobs") else -1
-    return turns, listed, _wanted(body, top_logprobs=top, continues=read_continues(body, turns))
+    wish = read_choice(body, listed, read_wish(body))
+    continues = read_continues(body, turns)
+    return turns, listed, _wanted(body, wish, top_logprobs=top, continues=continues)
 
 
 def read_continues(body: Mapping[str, Any], turns: Sequence[Message]) -> bool:
@@ -106,13 +111,12 @@ def read_completion(body: Mapping[str, Any]) -> tuple[list[Prompt], Wanted]:
     best_of = fields.integer(body, "best_of", None, 1, MOST_CHOICES)
     if best_of is not None and best_of != (fields.integer(body, "n", 1, 1, MOST_CHOICES) or 1):
         raise fields.wrong("best_of", "equal n: answers are not ranked", best_of)
-    unsupported.check_format(body)
     logprobs = body.get("logprobs")
     if isinstance(logprobs, bool):
         logprobs = 0 if logprobs else None
     top = fields.integer({"logprobs": logprobs}, "logprobs", -1, 0, 20)
     assert top is not None
-    wanted = _wanted(body, top_logprobs=top, echo=fields.boolean(body, "echo"))
+    wanted = _wanted(body, read_wish(body), top_logprobs=top, echo=fields.boolean(body, "echo"))
     return read_prompts(body.get("prompt")), wanted
 
 
@@ -254,7 +258,12 @@ def _part(part: Any, where: str, name: str) -> str:
 
 
 def _wanted(
-    body: Mapping[str, Any], *, top_logprobs: int, echo: bool = False, continues: bool = False
+    body: Mapping[str, Any],
+    wish: Wish,
+    *,
+    top_logprobs: int,
+    echo: bool = False,
+    continues: bool = False,
 ) -> Wanted:
     stream = fields.boolean(body, "stream")
     max_tokens = _max_tokens(body, 0 if echo else 1)
@@ -277,6 +286,7 @@ def _wanted(
         extras=read_extras(body.get("tandem")),
         echo=echo,
         continues=continues,
+        wish=wish,
     )
 
 

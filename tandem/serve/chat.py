@@ -21,12 +21,13 @@ from tandem.config.schema import SamplingConfig
 from tandem.config.spellings import listed
 from tandem.data.own_template import put_template, read_template, with_kept_template
 from tandem.data.render import Renderer
+from tandem.data.thinking import thoughts_behind
 from tandem.data.thoughts import NO_THOUGHTS
 from tandem.data.turns import turns_in
 from tandem.errors import ConfigError, FullError, ModelError, TandemError
 from tandem.generation.detokenizer import AnswerText
-from tandem.generation.generator import max_positions
 from tandem.generation.laying_out import lay_out_model
+from tandem.generation.limits import max_positions
 from tandem.generation.stops import Stops
 from tandem.generation.streaming import Turns
 from tandem.models.checkpoint_ref import model_folders
@@ -37,7 +38,6 @@ from tandem.rewards.tool_schema import offered_tools
 from tandem.serve.greedy import as_drawn
 from tandem.serve.named_model import find_model, models_of, note_on_tools, notes_of
 from tandem.serve.place import Place, put, read_from
-from tandem.serve.thinking import thoughts_behind
 from tandem.text import is_unicode, visible, visible_lines
 from tandem.types import Message
 

@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 from tandem.config.schema import SamplingConfig
 from tandem.errors import GenerationError, TandemError
 from tandem.generation.blocks import affordable_blocks, blocks_for, free_bytes
+from tandem.generation.constrained import Constraint
 from tandem.generation.detokenizer import AnswerText
-from tandem.generation.generator import rows_together
+from tandem.generation.limits import rows_together
 from tandem.generation.observed import TokenLogprobs
 from tandem.generation.runner import kv_dtype
 from tandem.generation.scheduler import state_slots
@@ -75,7 +76,8 @@ class Asked:
 @dataclass(eq=False)
 class Generation:
     """Answers to one prompt. top_logprobs: -1: none. decode: ids to text. deliver: takes the events
-    of each step, on the engine's thread. asked: None: the answers are not judged."""
+    of each step, on the engine's thread. asked: None: the answers are not judged. constraint: the
+    form that they must have."""
 
     loaded: Loaded
     prompt_ids: tuple[int, ...]
@@ -88,6 +90,7 @@ class Generation:
     decode: Callable[[Sequence[int]], str]
     deliver: Callable[[list[Progress]], None]
     asked: Asked | None = None
+    constraint: Constraint | None = None
     is_over: bool = False
 
 
@@ -219,6 +222,7 @@ class Engine:
                 seed=generation.seed,
                 samples=generation.samples,
                 top_logprobs=generation.top_logprobs,
+                constraint=generation.constraint,
             )
         except Exception as error:  # this request fails, and the others go on
             generation.is_over = True
@@ -293,7 +297,7 @@ class Engine:
                 break
         if handle.ended and not finish:
             finish = "stop" if handle.finished else "length"
-        error = None if handle.error is None else ApiError(str(handle.error), status=500)
+        error = None if handle.error is None else _failure(handle.error)
         if finish or error:
             if not answer.text.ended:
                 text += answer.text.flush()

@@ -17,8 +17,8 @@ from tandem.data.own_template import put_template, read_template
 from tandem.data.render import IN_MEMORY, Renderer
 from tandem.data.trained_tokens import tokens_to_train
 from tandem.errors import CheckpointError, ModelError
-from tandem.generation.generator import max_positions, vocabulary_size
 from tandem.generation.laying_out import lay_out_model
+from tandem.generation.limits import max_positions, vocabulary_size
 from tandem.models.adapter import load_adapter
 from tandem.models.checkpoint_ref import model_folders
 from tandem.models.eos import load_stop_ids

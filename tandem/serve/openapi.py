@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import get_args
 
 from tandem.data.thoughts import FIELDS
-from tandem.serve import bodies, unsupported, votes
+from tandem.serve import bodies, forms, unsupported, votes
 from tandem.serve.run_views import SORTS
 from tandem.serve.schemas import (
     Json,
@@ -191,6 +191,7 @@ def _requests(models: list[str]) -> Json:
         **_sampling(),
         **_refused(unsupported.BOTH),
         **_neutral(),
+        **forms.described(),
     }
     refused = _refused(unsupported.CHAT)
     goes_on = {"continue_final_message": flag(), "add_generation_prompt": flag()}
@@ -209,14 +210,13 @@ def _requests(models: list[str]) -> Json:
             {**both, **refused, **goes_on, "messages": turns, "tools": tools, "logprobs": flag(),
              "top_logprobs": top, "max_tokens": maybe(whole_number(1, _INT_MOST)),
              "max_completion_tokens": maybe(whole_number(1, _INT_MOST)),
-             "tool_choice": {"enum": [None, "none", "auto"]},
-             "response_format": _format()},
+             "tool_choice": forms.described_choice()},
             "messages",
         ),
         "CompletionRequest": object_of(
             {**both, "prompt": {"anyOf": prompt}, "echo": flag(), "best_of": choices,
              "suffix": ref("NotSupported"), "max_tokens": maybe(whole_number(0, _INT_MOST)),
-             "logprobs": {"anyOf": [flag(), top]}, "response_format": _format()},
+             "logprobs": {"anyOf": [flag(), top]}},
             "prompt",
         ),
         "ScoreRequest": object_of(
@@ -376,7 +376,3 @@ def _refused(names: tuple[str, ...]) -> Json:
 
 def _neutral(fields: Mapping[str, Sequence[float | bool]] = unsupported.NEUTRAL) -> Json:
     return {name: {"enum": [*values, None]} for name, values in fields.items()}
-
-
-def _format() -> Json:
-    return maybe(object_of({"type": {"const": "text"}}, "type"))

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.data.render import IN_MEMORY, Renderer
+from tandem.data.render import IN_MEMORY
+from tandem.data.thinking import thoughts_behind, thoughts_within
 from tandem.data.thoughts import NO_THOUGHTS, ThoughtForm
 from tandem.errors import DataError
+from tandem.generation.constrained import Constraint
 from tandem.serve.api_errors import ApiError
 from tandem.serve.bodies import Prompt, Wanted
+from tandem.serve.forms import NO_WISH, Wish, constraint_of
 from tandem.serve.loading import Loaded
 from tandem.serve.service import Service
-from tandem.serve.thinking import thoughts_behind, thoughts_within
 from tandem.types import Message
 
 
@@ -20,7 +22,7 @@ from tandem.types import Message
 class Prepared:
     """A prompt as ids. messages, tools: of a conversation; a text is one user's turn. text: what an
     echo repeats. thoughts: how answers to it have them. begun: what the assistant has said of its
-    answer behind the messages."""
+    answer behind the messages. constraint: the form that answers must have."""
 
     token_ids: tuple[int, ...]
     messages: tuple[Message, ...] = ()
@@ -28,6 +30,7 @@ class Prepared:
     tools: str = ""
     thoughts: ThoughtForm = NO_THOUGHTS
     begun: str = ""
+    constraint: Constraint | None = None
 
 
 async def prepare_chat(
@@ -37,21 +40,24 @@ async def prepare_chat(
     tools: str = "",
     *,
     continues: bool = False,
+    wish: Wish = NO_WISH,
 ) -> Prepared:
     """A conversation as ids, up to where the assistant begins.
 
     Args:
         tools: that may be called, a list as JSON text.
         continues: the last turn is the beginning of the answer; the ids end with it.
+        wish: the form that answers must have.
     Raises:
-        ApiError: the template or the tokenizer refuses it, or shows no tools.
+        ApiError: the template or the tokenizer refuses it, or shows no tools, or the form cannot
+            be followed.
     """
 
     def rendered() -> Prepared:
         """In a thread: templates may take long."""
         try:
             if continues:
-                return _begun(loaded.renderer, messages)
+                return _begun(loaded, messages, wish)
             row = loaded.renderer.prompt(messages, tools=tools)
         except DataError as error:
             raise ApiError(str(error), "messages") from None
@@ -60,18 +66,30 @@ async def prepare_chat(
         if tools:  # how calls are read is found out once, which takes a moment
             loaded.renderer.spoken("", tools, ())
         thoughts = thoughts_behind(loaded.renderer, row.token_ids)
-        return Prepared(row.token_ids, tuple(messages), tools=tools, thoughts=thoughts)
+        constraint = constraint_of(loaded, wish, row.token_ids, tools=tools)
+        return Prepared(
+            row.token_ids,
+            tuple(messages),
+            tools=tools,
+            thoughts=thoughts,
+            constraint=constraint,
+        )
 
     return await service.in_text_thread(rendered)
 
 
-def _begun(renderer: Renderer, messages: Sequence[Message]) -> Prepared:
+def _begun(loaded: Loaded, messages: Sequence[Message], wish: Wish) -> Prepared:
     """A conversation as ids, up to the end of the last turn's text."""
+    renderer = loaded.renderer
     *asked, last = messages
     ids = renderer.conversation(asked, last.content, IN_MEMORY, True, goes_on=True).token_ids
     begun = last.content
     thoughts = thoughts_within(renderer, begun) if begun else thoughts_behind(renderer, ids)
-    return Prepared(ids, tuple(asked), thoughts=thoughts, begun=begun)
+    constraint = None
+    if wish.form is not None:
+        prompt = renderer.prompt(asked).token_ids
+        constraint = constraint_of(loaded, wish, prompt, begun=ids[len(prompt) :])
+    return Prepared(ids, tuple(asked), thoughts=thoughts, begun=begun, constraint=constraint)
 
 
 def no_tools() -> ApiError:
@@ -84,11 +102,16 @@ def no_tools() -> ApiError:
     )
 
 
-async def prepare_text(service: Service, loaded: Loaded, prompt: Prompt) -> Prepared:
+async def prepare_text(
+    service: Service, loaded: Loaded, prompt: Prompt, wish: Wish = NO_WISH
+) -> Prepared:
     """A text or ids, as they are.
 
+    Args:
+        wish: the form that what follows must have.
     Raises:
-        ApiError: the tokenizer refuses the text, or the model does not have a token.
+        ApiError: the tokenizer refuses the text, the model does not have a token, or the form
+            cannot be followed.
     """
 
     def rendered() -> Prepared:
@@ -98,14 +121,16 @@ async def prepare_text(service: Service, loaded: Loaded, prompt: Prompt) -> Prep
                 ids = loaded.encode(prompt)
             except DataError as error:
                 raise ApiError(str(error), "prompt") from None
-            return Prepared(ids, (Message("user", prompt),), prompt)
+            constraint = constraint_of(loaded, wish, ids, is_chat=False)
+            return Prepared(ids, (Message("user", prompt),), prompt, constraint=constraint)
         for token in (min(prompt), max(prompt)):
             if not 0 <= token < loaded.vocabulary:
                 raise ApiError(
                     f"prompt must hold token ids from 0 to {loaded.vocabulary - 1}; got {token}.",
                     "prompt",
                 )
-        return Prepared(prompt, (), loaded.decode(prompt))
+        constraint = constraint_of(loaded, wish, prompt, is_chat=False)
+        return Prepared(prompt, (), loaded.decode(prompt), constraint=constraint)
 
     return await service.in_text_thread(rendered)
 

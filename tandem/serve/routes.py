@@ -95,7 +95,14 @@ class Api:
         with ExitStack() as stack:
             stack.enter_context(self._service.room(wanted.n))
             loaded = await self._service.policy(wanted.model)
-            work = prepare_chat(self._service, loaded, messages, tools, continues=wanted.continues)
+            work = prepare_chat(
+                self._service,
+                loaded,
+                messages,
+                tools,
+                continues=wanted.continues,
+                wish=wanted.wish,
+            )
             prompts = [await work]
             answering = self._answering(loaded, prompts, wanted, "messages", is_chat=True)
             shape = ChatShape(loaded.source.name, loaded.token_bytes, answering)
@@ -107,7 +114,9 @@ class Api:
         with ExitStack() as stack:
             stack.enter_context(self._service.room(wanted.n * len(texts)))
             loaded = await self._service.policy(wanted.model)
-            prompts = [await prepare_text(self._service, loaded, text) for text in texts]
+            prompts = [
+                await prepare_text(self._service, loaded, text, wanted.wish) for text in texts
+            ]
             answering = self._answering(loaded, prompts, wanted, "prompt", is_chat=False)
             shape = CompletionShape(loaded.source.name, loaded.token_bytes, answering)
             return await self._answered(request, answering, shape, stack)

@@ -18,8 +18,10 @@ TEMPLATE = ("chat_template", "chat_template_kwargs", "documents")
 """Fields that change how turns are rendered."""
 CHAT = ("functions", "audio", "prediction", "web_search_options", "verbosity", "echo",
         "reasoning", "thinking", *TEMPLATE)  # fmt: skip
-BOTH = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar", "regex",
-        "ebnf", "json_schema", "format", "structured_outputs", "use_beam_search",
+FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+         "guided_grammar", "json_schema", "regex", "ebnf", "grammar")  # fmt: skip
+"""Fields by which a form is asked of answers."""
+BOTH = ("format", "guided_whitespace_pattern", "guided_decoding_backend", "use_beam_search",
         "prompt_embeds", "mirostat", "xtc_probability", "dry_multiplier", "bad_words",
         "allowed_token_ids", "stop_token_ids", "stop_sequences", "stop_regex",
         "include_stop_str_in_output", "no_stop_trim", "truncate_prompt_tokens", "samplers",
@@ -39,7 +41,7 @@ NEUTRAL_CHAT = {**NEUTRAL, "best_of": (1,)}
 _SAMPLING = ("model", "n", "stop", "seed", "max_tokens", "stream", "stream_options", "temperature",
              "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "min_tokens",
              "repetition_penalty", "logit_bias", "ignore_eos", "logprobs", "tandem",
-             "response_format")  # fmt: skip
+             *FORMS)  # fmt: skip
 OF_CHAT = (*_SAMPLING, "messages", "tools", "tool_choice", "top_logprobs", "parallel_tool_calls",
            "max_completion_tokens", "reasoning_effort", "modalities", "function_call",
            "continue_final_message", "add_generation_prompt")  # fmt: skip
@@ -95,15 +97,11 @@ def _like(name: str, read: Sequence[str]) -> str:
 
 
 def refuse_other_answers(body: Mapping[str, Any]) -> None:
-    """Refuse what asks for an answer of another form than text.
+    """Refuse what asks for an answer that is not text.
 
     Raises:
         ApiError: something does.
     """
-    if body.get("tool_choice") not in (None, "none", "auto"):
-        raise unsupported("tool_choice", body["tool_choice"])
-    if body.get("parallel_tool_calls") is False and body.get("tools"):
-        raise unsupported("parallel_tool_calls", body["parallel_tool_calls"])
     if body.get("function_call") not in (None, "none", "auto"):
         raise unsupported("function_call", body["function_call"])
     modalities = body.get("modalities")
@@ -111,18 +109,6 @@ def refuse_other_answers(body: Mapping[str, Any]) -> None:
         raise unsupported("modalities", modalities)
     if body.get("reasoning_effort") not in (None, "none"):
         raise unsupported("reasoning_effort", body["reasoning_effort"])
-    check_format(body)
-
-
-def check_format(body: Mapping[str, Any]) -> None:
-    """Refuse a `response_format` that is not text.
-
-    Raises:
-        ApiError: it is something else.
-    """
-    found = body.get("response_format")
-    if found is not None and not (isinstance(found, dict) and found.get("type") == "text"):
-        raise unsupported("response_format", found)
 
 
 def unsupported(name: str, value: Any) -> ApiError:

@@ -20,7 +20,7 @@ from tandem.config.stages import leaving, of_family, policy_folders, rl_stage
 from tandem.engine.module_scorer import any_scorer
 from tandem.engine.rollouts import for_readers, rollout_of
 from tandem.engine.scoring import RewardScorer, place_scorer, scorer_tokenizer
-from tandem.generation.generator import max_positions
+from tandem.generation.limits import max_positions
 from tandem.generation.stops import Stops
 from tandem.metrics.folder import EVALUATION_FILE, finished_stages
 from tandem.rewards.scoring import RewardFunctions

@@ -22,7 +22,7 @@ from tandem.data.turns import turns_in
 from tandem.engine.hybrid import RLHFEngine
 from tandem.errors import ConfigError, DataError, ModelError
 from tandem.generation.conversing import ConversationRow, Conversing, End
-from tandem.generation.generator import max_positions
+from tandem.generation.limits import max_positions
 from tandem.parallel.world import World
 from tandem.rewards.calling import Outcome
 from tandem.rewards.environment import Environment, Replies, Said, Tally

@@ -27,7 +27,7 @@ from tandem.engine.divergence import heldout_divergence
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.update import restore_training, training_state
 from tandem.errors import ConfigError, DataError
-from tandem.generation.generator import max_positions
+from tandem.generation.limits import max_positions
 from tandem.generation.sampler import sequence_key
 from tandem.metrics.log import Answer
 from tandem.rewards.per_token import is_per_token
@@ -47,6 +47,7 @@ from tandem.types import Experience, PromptRow, Rollout
 _BENDING = (
     *("top_p", "top_k", "min_p", "min_new_tokens"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("json_schema", "regex"),
 )
 """Knobs of sampling that draw from another distribution than the policy's at the temperature."""
 

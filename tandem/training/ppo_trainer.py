@@ -24,7 +24,7 @@ from tandem.engine.learner import Learner
 from tandem.engine.oom import MicroBatchBudget
 from tandem.engine.update import BegunUpdate, LossTerm, MicroBatchLoss, Update, training_mode
 from tandem.errors import BadStepError, ConfigError
-from tandem.generation.generator import max_positions
+from tandem.generation.limits import max_positions
 from tandem.metrics.timing import Phases
 from tandem.models.replayed import KeptStates
 from tandem.objectives.kl import adapted_kl_coef

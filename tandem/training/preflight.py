@@ -16,6 +16,7 @@ from tandem.config.updates import minibatch_size, num_rollouts
 from tandem.data.causes import why_none
 from tandem.engine.shard_plan import check_layout
 from tandem.errors import ConfigError, ModelError
+from tandem.generation.request_maker import form_problems
 from tandem.models.checkpoint_ref import checkpoint_ref_of, same_base
 from tandem.models.rope import longrope_border
 from tandem.models.slice_plans import check_sliceable
@@ -61,6 +62,7 @@ def check_rows(config: RunConfig, rows: StepRows, policy: str, reward: str) -> N
     longest = max(map(len, rows.prompts), default=0)
     if scores or rl:
         problems += answers_too_long(longest, longest_answer, limit)
+        problems += form_problems(config.sampling, rows.renderer)
     followed = answer_tokens(config, longest, limit) if rl else longest_answer
     problems += _beyond_named(config, rows, longest + followed)
     if rl:

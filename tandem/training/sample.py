@@ -35,7 +35,8 @@ from tandem.engine.placement import Placement
 from tandem.engine.rollouts import for_readers, rollout_of
 from tandem.engine.scoring import RewardScorer, place_scorer
 from tandem.errors import ConfigError, Stopped
-from tandem.generation.generator import max_positions
+from tandem.generation.limits import max_positions
+from tandem.generation.request_maker import form_problems
 from tandem.generation.stops import Stops
 from tandem.metrics.console import StageConsole
 from tandem.models.checkpoint_ref import model_folders
@@ -134,6 +135,7 @@ def _prompts(config: RunConfig, world: World, say: Callable[[str], None]) -> Ste
     if reward:
         new = answer_tokens(config, longest, limit)
         problems += answers_too_long(longest, new, positions(reward, config), "reward model")
+    problems += form_problems(config.sampling, rows.renderer)
     if problems := [*problems, *columns_problems(config, rows)]:
         raise ConfigError("; ".join(problems))
     return rows

@@ -323,6 +323,7 @@ PATHS = {
     "output_dir": "~/runs/x",
     "dpo.loss_function": "~/mine.py:hinge?delta=2",
     "ppo.reward_function": "~/rewards.py:score",
+    "sampling.json_schema": "~/person.json",
     "ppo.loss_function": "~/mine.py:gated?negative=1.1",
     "ppo.advantage_function": "~/mine.py:group_means",
     "ppo.environment": "~/guess.py:environment",

@@ -97,9 +97,9 @@ def in_buckets(patch: pytest.MonkeyPatch, *, late: bool = False) -> Seen:
     by_rows, by_runner = Rows.draw, GraphRunner.draw
     recorded, whole = CudaRecorder.recorded, session.Session.__init__
 
-    def drawing(rows: Rows, logits: Tensor, part: Part) -> Draw:
-        drawn = seen.runners[-1].draw(logits, part)
-        return by_rows(rows, logits, part) if drawn is None else drawn
+    def drawing(rows: Rows, logits: Tensor, part: Part, allowed: Tensor | None = None) -> Draw:
+        drawn = seen.runners[-1].draw(logits, part) if allowed is None else None
+        return by_rows(rows, logits, part, allowed) if drawn is None else drawn
 
     def counted_draw(runner: GraphRunner, logits: Tensor, part: Part) -> Draw | None:
         drawn = by_runner(runner, logits, part)

@@ -160,7 +160,7 @@ def test_samples_share_their_prompt_and_nothing_else(monkeypatch: pytest.MonkeyP
     for i, row in enumerate(rows):
         for sample in range(3):
             key = sequence_key(3, 1, i, sample)
-            monkeypatch.setattr("tandem.generation.generator.sequence_key", lambda *_, k=key: k)
+            monkeypatch.setattr("tandem.generation.request_maker.sequence_key", lambda *_, k=key: k)
             alone += by_row(answer(model, [row]))
             monkeypatch.undo()
     assert alone == shared

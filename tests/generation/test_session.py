@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tandem.config.schema import SamplingConfig
 from tandem.errors import GenerationError
-from tandem.generation import generator
+from tandem.generation import request_maker
 from tandem.generation.blocks import blocks_for
 from tandem.generation.generator import generate
 from tandem.generation.native_runner import NativeRunner
@@ -446,4 +446,4 @@ def test_stops_end_answers_and_the_text_is_cut() -> None:
         n = 9 + num_tokens
         torch.testing.assert_close(cut.rollout_logprobs[i, :n], whole.rollout_logprobs[i, :n])
     assert ended > 0
-    assert generator.watched_text(STOPS, plain) is None
+    assert request_maker.watched_text(STOPS, plain) is None

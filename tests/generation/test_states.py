@@ -12,8 +12,9 @@ from tandem.config.schema import SamplingConfig
 from tandem.engine.forward import response_logprobs
 from tandem.generation import blocks
 from tandem.generation.blocks import affordable_blocks, affordable_slots, state_bytes
-from tandem.generation.generator import generate, rows_together
+from tandem.generation.generator import generate
 from tandem.generation.gpu_runner import GraphRunner
+from tandem.generation.limits import rows_together
 from tandem.generation.sampler import Sampler, sequence_key
 from tandem.generation.scheduler import Request
 from tandem.generation.session import Session

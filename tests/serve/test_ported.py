@@ -153,7 +153,8 @@ def test_what_means_nothing_changes_nothing(client: TestClient) -> None:
         {"add_generation_prompt": False}, {"stop_token_ids": [3]}, {"reasoning_effort": "high"},
         {"function_call": "f"}, {"modalities": ["audio"]}, {"prompt_logprobs": 1},
         {"do_sample": False}, {"max_new_tokens": 3}, {"enable_thinking": False}, {"best_of": 2},
-        {"extra_body": {"top_k": 1}}, {"regex": "a+"}, {"stop_sequences": ["a"]},
+        {"extra_body": {"top_k": 1}}, {"guided_whitespace_pattern": " *"},
+            {"stop_sequences": ["a"]},
     ],
 )  # fmt: skip
 def test_what_is_not_done_is_refused_by_its_name(client: TestClient, field: dict[str, Any]) -> None:

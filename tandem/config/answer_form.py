@@ -1,0 +1,184 @@
+"""The form that answers must have: JSON of a schema, a regular expression, a choice, a grammar.
+
+Grammars are written as llguidance reads them: Lark's notation, with %json for schemas. The library
+is an optional one, and imported only where a form is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tandem.text import first_line
+
+if TYPE_CHECKING:
+    from tandem.config.schema import SamplingConfig
+
+SPACE = r"[ ]?|\n[ ]{0,24}"
+"""White space between the parts of JSON. Without a bound a weak model may write it for ever."""
+_LONGEST_SHOWN = 200
+
+
+class FormError(ValueError):
+    """A form that cannot be; the text says what it must be and what was found."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """What whole answers must be.
+
+    kind: of `text`. other: a form that answers may have instead.
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+    other: AnswerForm | None = None
+
+    @staticmethod
+    def of_json(schema: Mapping[str, Any] | bool | None = None) -> AnswerForm:
+        """JSON that satisfies a schema; any object if None."""
+        return AnswerForm(
+            "json_schema", json.dumps({"type": "object"} if schema is None else schema)
+        )
+
+    @staticmethod
+    def of_regex(pattern: str) -> AnswerForm:
+        """Texts that a regular expression describes from end to end."""
+        return AnswerForm("regex", pattern)
+
+    @staticmethod
+    def of_choice(texts: Sequence[str]) -> AnswerForm:
+        """One of these texts."""
+        return AnswerForm("lark", f"start: {' | '.join(map(quoted, texts))}")
+
+    @staticmethod
+    def of_grammar(text: str) -> AnswerForm:
+        """A grammar in Lark's notation, or in llama.cpp's (GBNF).
+
+        Raises:
+            FormError: it is neither, or the library is missing.
+        """
+        require_library()
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        try:
+            return AnswerForm("lark", any_to_lark(text))
+        except Exception as error:  # of a parser that raises many
+            raise FormError(f"be a grammar; got what cannot be read: {_short(error)}") from None
+
+    def or_else(self, other: AnswerForm) -> AnswerForm:
+        """Answers of either form."""
+        mine = other if self.other is None else self.other.or_else(other)
+        return replace(self, other=mine)
+
+    def grammars(self, name: str) -> list[dict[str, Any]]:
+        """llguidance's grammars of this form, of which the first has that name."""
+        from llguidance import LLMatcher
+
+        one: dict[str, Any] = {"lark_grammar": self.text}
+        if self.kind == "regex":
+            one = json.loads(LLMatcher.grammar_from_regex(self.text))["grammars"][0]
+        elif self.kind == "json_schema":
+            spaced: Any = {"whitespace_pattern": SPACE}
+            made = LLMatcher.grammar_from_json_schema(self.text, defaults=spaced)
+            one = json.loads(made)["grammars"][0]
+        if self.other is None:
+            return [{**one, "name": name}]
+        parts = f"{name}_a", f"{name}_b"
+        either = {"name": name, "lark_grammar": f"start: @{parts[0]} | @{parts[1]}"}
+        return [either, {**one, "name": parts[0]}, *self.other.grammars(parts[1])]
+
+    def check(self) -> AnswerForm:
+        """The form itself.
+
+        Raises:
+            FormError: its grammar cannot be followed, or the library is missing.
+        """
+        require_library()
+        from llguidance import LLMatcher
+
+        try:
+            grammars = [{"lark_grammar": "start: @answer"}, *self.grammars("answer")]
+        except ValueError as error:
+            raise FormError(f"be {self._kind}; got {_short(error)}") from None
+        is_error, said = LLMatcher.validate_grammar_with_warnings(
+            json.dumps({"grammars": grammars})
+        )
+        if is_error:
+            raise FormError(f"be {self._kind} that can be followed; got: {_short(said[0])}")
+        return self
+
+    @property
+    def _kind(self) -> str:
+        names = {"json_schema": "a JSON Schema", "regex": "a regular expression"}
+        return names.get(self.kind, "a grammar")
+
+
+def quoted(text: str) -> str:
+    """A text as a grammar's literal."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def require_library() -> None:
+    """
+    Raises:
+        FormError: llguidance is not installed.
+    """
+    try:
+        import llguidance  # noqa: F401
+    except ImportError as error:
+        raise FormError(
+            f"be left out where llguidance is not installed, which finds the tokens that a form "
+            f"allows ({first_line(error)}). Install it: pip install 'tandem-rlhf[forms]'"
+        ) from None
+
+
+def form_of(sampling: SamplingConfig) -> AnswerForm | None:
+    """The form that a run asks its answers for; None without.
+
+    Raises:
+        FormError: it cannot be read; the text begins with the knob.
+    """
+    return _form(sampling.json_schema, sampling.regex)
+
+
+@lru_cache(maxsize=16)
+def _form(schema: str, pattern: str) -> AnswerForm | None:
+    if not schema and not pattern:
+        return None
+    knob = "sampling.json_schema" if schema else "sampling.regex"
+    try:
+        form = AnswerForm.of_json(_schema(schema)) if schema else AnswerForm.of_regex(pattern)
+        return form.check()
+    except FormError as error:
+        raise FormError(f"{knob} must {error}") from None
+
+
+def _schema(value: str) -> Any:
+    """The schema that a knob has: as JSON text, or in a file."""
+    text = value
+    if not value.lstrip().startswith("{"):
+        try:
+            text = Path(value).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise FormError(
+                f"be a JSON Schema, or a file of one that can be read; got {value[:200]!a}: "
+                f"{_short(error)}"
+            ) from None
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FormError(f"be a JSON Schema; got what is not JSON: {_short(error)}") from None
+    if not isinstance(schema, dict):
+        raise FormError(f"be a JSON Schema, an object; got {text.strip()[:60]!a}")
+    return schema
+
+
+def _short(error: object) -> str:
+    """What a library says, in one line."""
+    said = " ".join(str(error).split())
+    return said if len(said) <= _LONGEST_SHOWN else said[: _LONGEST_SHOWN - 3] + "..."

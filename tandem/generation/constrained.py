@@ -1,0 +1,229 @@
+"""Answers that must have a form: which tokens each may go on with.
+
+llguidance follows a grammar and finds the allowed tokens of a step; the draw itself, and what is
+recorded of it, are the sampler's. A grammar holds the whole of what a model writes: white space
+that the template has before the words, thoughts, the words themselves, which must have the form,
+and white space behind them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from threading import Lock
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary, proxy
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from tandem.config.answer_form import AnswerForm, require_library
+from tandem.data.call_grammar import calls_form
+from tandem.data.grammar_text import GrammarText
+from tandem.data.render import Renderer
+from tandem.data.thinking import thoughts_behind
+from tandem.data.thoughts import ThoughtForm
+from tandem.errors import GenerationError
+
+if TYPE_CHECKING:
+    from tandem.generation.scheduler import Request
+
+_KEPT_GRAMMARS = 32
+"""Grammars that are kept compiled, for the next answer of the same form."""
+_ALL = -1
+"""32 bits, all set."""
+
+
+class Constraint:
+    """The form of one answer, as far as it has been written.
+
+    Attributes:
+        problem: why the model has no token to go on with; "" while it has some.
+    """
+
+    def __init__(self, matcher: Any, stops: Collection[int]) -> None:
+        """matcher: llguidance's. stops: tokens that end an answer."""
+        self._matcher, self._stops = matcher, stops
+        self._is_over = False
+        self.problem = ""
+
+    def copy(self) -> Constraint:
+        """The same for another answer that has come as far."""
+        return Constraint(self._matcher.deep_copy(), self._stops)
+
+    def bits(self) -> np.ndarray | None:
+        """The tokens that may come next, a bit each, (W,) int32; None for any: the answer has
+        ended."""
+        if self._is_over:
+            return None
+        return np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+
+    def take(self, token: int) -> None:
+        """The answer has got this token."""
+        if not self._is_over:
+            self._is_over = token in self._stops
+            self._matcher.try_consume_tokens([token])  # what came of NaN is not taken
+
+    def take_all(self, token_ids: Sequence[int]) -> int:
+        """The answer has got these tokens, up to the first that it may not have.
+
+        Returns:
+            how many.
+        """
+        return int(self._matcher.try_consume_tokens(list(token_ids)))
+
+    def stuck(self) -> str:
+        """What to say where `bits` leaves none of the model's tokens."""
+        if self._matcher.is_error():
+            return " ".join(self._matcher.get_error().split())
+        return "the model has no token for what must come"
+
+
+def allowed_tokens(
+    requests: Sequence[Request], vocabulary: int, device: torch.device
+) -> Tensor | None:
+    """Which tokens each answer may go on with, (n, V) bool; None if none must have a form."""
+    found = [None if r.constraint is None else r.constraint.bits() for r in requests]
+    width = max((len(bits) for bits in found if bits is not None), default=0)
+    if not width:
+        return None
+    rows = np.full((len(requests), max(width, -(-vocabulary // 32))), _ALL, np.int32)
+    for row, bits in zip(rows, found, strict=True):
+        if bits is not None:
+            row[: len(bits)] = bits
+            row[len(bits) :] = 0  # the model has more tokens than the tokenizer
+    packed = rows.view(np.uint8)
+    unpacked = np.unpackbits(packed, axis=1, count=vocabulary, bitorder="little")
+    for i in np.flatnonzero(~unpacked.any(axis=1)).tolist():
+        if (constraint := requests[i].constraint) is not None:
+            constraint.problem = constraint.stuck()
+    return torch.from_numpy(unpacked.view(np.bool_)).to(device)
+
+
+class Constrainer:
+    """Makes the constraints of answers in one conversation format."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        """
+        Raises:
+            FormError: llguidance is not installed.
+            GenerationError: it cannot read the tokenizer.
+        """
+        require_library()
+        from llguidance.hf import from_tokenizer
+
+        self._renderer: Renderer = proxy(renderer)  # by which it is kept
+        self._kept: OrderedDict[str, Any] = OrderedDict()
+        self._lock = Lock()
+        tokenizer = renderer.pieces.tokenizer
+        known = len(tokenizer)
+        self._stops = frozenset(t for t in renderer.stop_token_ids if t < known)
+        try:
+            fast = cast(PreTrainedTokenizerFast, tokenizer)
+            self._tokenizer = from_tokenizer(fast, eos_token=sorted(self._stops))
+        except Exception as error:  # of a library in another language
+            raise GenerationError(
+                "answers with a form need a tokenizer that can write any byte (ByteLevel or "
+                f"ByteFallback); got {tokenizer.name_or_path!r}, of which llguidance says: "
+                f"{' '.join(str(error).split())[:120]}"
+            ) from None
+
+    def calls(self, tools: str, name: str = "", *, one: bool = False) -> AnswerForm | None:
+        """Calls of tools as a form (see `calls_form`); None where there are no tools, or the
+        template does not show how calls are written."""
+        reader = self._renderer.call_reader if tools else None
+        if reader is None or reader.shape is None:
+            return None
+        return calls_form(reader.shape, self._writing, tools, name, one=one)
+
+    def or_calls(self, form: AnswerForm, tools: str) -> AnswerForm:
+        """The form, or calls of tools, if there are any."""
+        calls = self.calls(tools)
+        return form if calls is None else form.or_else(calls)
+
+    @property
+    def _writing(self) -> GrammarText:
+        """Writes the template's text into grammars."""
+        return GrammarText(self._renderer.pieces.control, self._tokenizer.is_special_token)
+
+    def answer(
+        self, form: AnswerForm, prompt: Sequence[int], begun: Sequence[int] = ()
+    ) -> Constraint:
+        """Of the assistant's answer to a prompt, whose words must have the form.
+
+        Args:
+            prompt: token ids. begun: those that the answer begins with.
+        Raises:
+            GenerationError: the form cannot be followed, or the answer has begun otherwise.
+        """
+        thoughts = thoughts_behind(self._renderer, prompt)
+        rules = _answer_rules(self._renderer, self._writing, thoughts)
+        made = self._begun(rules, form)
+        if (taken := made.take_all(begun)) < len(begun):
+            said = self._renderer.continuation(begun[:taken])
+            raise GenerationError(
+                "the beginning of an answer must have the form that is asked of the whole; got "
+                f"another behind {said[-60:]!r}."
+            )
+        return made
+
+    def text(self, form: AnswerForm) -> Constraint:
+        """Of a text that goes on from its prompt, and must have the form from there on.
+
+        Raises:
+            GenerationError: as `answer`.
+        """
+        return self._begun("start: @answer", form)
+
+    def _begun(self, rules: str, form: AnswerForm) -> Constraint:
+        from llguidance import LLMatcher
+
+        grammar = json.dumps({"grammars": [{"lark_grammar": rules}, *form.grammars("answer")]})
+        with self._lock:
+            matcher = self._kept.get(grammar)
+            if matcher is None:
+                matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+                self._kept[grammar] = matcher
+            self._kept.move_to_end(grammar)
+            while len(self._kept) > _KEPT_GRAMMARS:
+                self._kept.popitem(last=False)
+            made = Constraint(matcher.deep_copy(), self._stops)
+        bits = made.bits()
+        if bits is None or not bits.any():
+            raise GenerationError(
+                f"an answer's form must be one that can be followed; got: {made.stuck()[:200]}."
+            )
+        return made
+
+
+_constrainers: WeakKeyDictionary[Renderer, Constrainer] = WeakKeyDictionary()
+_making = Lock()
+
+
+def constrainer_of(renderer: Renderer) -> Constrainer:
+    """The one that all answers in this conversation format share.
+
+    Raises:
+        FormError, GenerationError: as `Constrainer`.
+    """
+    with _making:
+        if renderer not in _constrainers:
+            _constrainers[renderer] = Constrainer(renderer)
+        return _constrainers[renderer]
+
+
+def _answer_rules(renderer: Renderer, writing: GrammarText, thoughts: ThoughtForm) -> str:
+    """The grammar of an answer around its words."""
+    written, lines = writing.literal, list[str]()
+    ways = [written(renderer.lead)]
+    if thoughts.in_prompt or (thoughts.is_named and not thoughts.is_over):
+        lines = [*writing.until("inner", thoughts.ends), r"SPACE: /[ \t\r\n]{0,8}/"]
+        ways.append(f"{written(thoughts.begins)} inner SPACE")
+    if thoughts.in_prompt:
+        ways = ["inner SPACE"]
+    start = " | ".join(f"{way} @answer" for way in ways)
+    trail = f" ({written(renderer.trail)})?" if renderer.trail else ""
+    return "\n".join([f"start: ({start}){trail}", *lines])
