@@ -55,7 +55,8 @@ class DataConfig:
     chat_template: str = knob(TOKENIZERS_OWN, common=SUPERVISED, path=True)
     """Chat template of every model, saved with it: `tokenizer` (the tokenizer's own, or the default
     if it has none), a Jinja file, a folder with one, `default` (Human: and Assistant:), `chatml` or
-    `none` (prompt and answer, with nothing around them; docs/data.md)."""
+    `none` (prompt and answer, with nothing around them); with a variable set behind it as
+    `tokenizer?enable_thinking=false` (docs/data.md)."""
 
     @property
     def own_template(self) -> str:

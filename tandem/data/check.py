@@ -143,8 +143,7 @@ def _renderer_of(path: str, own: OwnTemplate | None) -> tuple[PreTrainedTokenize
     from tandem.data.render import Renderer
 
     tokenizer = _load_tokenizer(path)
-    put_template(tokenizer, own)
-    return tokenizer, Renderer(tokenizer, own=own)
+    return tokenizer, Renderer(tokenizer, own=put_template(tokenizer, own))
 
 
 def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -25,6 +26,7 @@ from tandem.data.default_template import (
 from tandem.data.excerpt import excerpt
 from tandem.data.template_limits import sandbox
 from tandem.errors import ConfigError, ModelError
+from tandem.named_functions import name_and_options
 from tandem.text import first_line, visible
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ KEPT = "chat_template.jinja"
 BUILT_IN = {"default": DEFAULT_TEMPLATE, "chatml": CHATML_TEMPLATE, "none": PLAIN_TEMPLATE}
 _FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 """Where a folder may hold a template, the preferred place first."""
+_GIVEN = frozenset("messages tools add_generation_prompt bos_token eos_token PREFIX".split())
+"""Variables that are given to a template for each conversation."""
 PROBES = ("yes", "hello", "a", "x", "1")
 """Texts of which every tokenizer has some."""
 
@@ -44,22 +48,29 @@ PROBES = ("yes", "hello", "a", "x", "1")
 class OwnTemplate:
     """A template that `dataset.chat_template` names.
 
-    name: for messages. source: the jinja template. built_in: it comes with Tandem, and PREFIX in it
-    stands for what a tokenizer puts before a text. advice: what to do where it cannot be used.
+    name: for messages. source: the jinja template; "": each tokenizer's own. built_in: it comes
+    with Tandem, and PREFIX in it stands for what a tokenizer puts before a text. variables: names
+    and values that are set before it. advice: what to do where it cannot be used.
     """
 
     name: str
     source: str
     built_in: bool = False
+    variables: tuple[tuple[str, str], ...] = ()
 
     @property
     def advice(self) -> str:
         """What to do where it cannot be used."""
+        if self.variables:
+            return "Set others, or correct the template in a file of your own."
         return "Give a file of your own." if self.built_in else "Correct that file."
 
-    def filled(self, before: str) -> str:
-        """The template for a tokenizer that puts `before` before a text."""
-        return self.source.replace("PREFIX", json.dumps(before)) if self.built_in else self.source
+    def filled(self, before: str, own: str = "") -> str:
+        """The template for a tokenizer that puts `before` before a text, and has its own."""
+        source = self.source or own
+        if self.built_in:
+            source = source.replace("PREFIX", json.dumps(before))
+        return setting(self.variables) + source
 
 
 def read_template(value: str) -> OwnTemplate | None:
@@ -67,18 +78,87 @@ def read_template(value: str) -> OwnTemplate | None:
 
     Raises:
         ConfigError: there is no such file, it holds no template, or one that is not jinja or does
-            not read the messages.
+            not read the messages, or a variable that is set.
     """
     if not value:
         return None
-    if value in BUILT_IN:
-        return OwnTemplate(f"chat template {value}", BUILT_IN[value], built_in=True)
-    path = _existing(value)
+    named, variables = in_parts(value)
+    if named == TOKENIZERS_OWN:
+        return OwnTemplate(f"chat template {visible(value)}", "", variables=variables)
+    if named in BUILT_IN:
+        name = f"chat template {named}"
+        if variables:
+            raise ConfigError(_not_read(name, BUILT_IN[named], variables[0][0]))
+        return OwnTemplate(name, BUILT_IN[named], built_in=True)
+    path = _existing(named)
     source, file = _text_in(path)
     name = f"chat template {visible(str(file))}"
     if problem := _problem(source):
         raise ConfigError(f"{name} must be a Jinja template of `messages`; got {problem}.")
-    return OwnTemplate(name, source)
+    for variable, _ in variables:
+        if variable not in _variables_of(source):
+            raise ConfigError(_not_read(name, source, variable))
+    return OwnTemplate(name, source, variables=variables)
+
+
+def in_parts(value: str) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """What stands before `?variable=value&...`, and the variables with values as jinja has them:
+    true, false, none, numbers, and any other text.
+
+    Raises:
+        ConfigError: something else is behind the question mark.
+    """
+    if "?" not in value or "{" in value or _exists(value):
+        return value, ()
+    problem = f"{KNOB} must have variables as ?name=value&name=value; got {excerpt(value, 200)}"
+    named, options = name_and_options(value, problem)
+    for name in options:
+        if not name.isidentifier() or name in _GIVEN:
+            raise ConfigError(
+                f"{KNOB} must set variables that a template leaves to its caller; got "
+                f"{excerpt(name)}. Write e.g. {TOKENIZERS_OWN}?enable_thinking=false."
+            )
+    return named, tuple((name, _literal(text)) for name, text in options.items())
+
+
+def setting(variables: Sequence[tuple[str, str]]) -> str:
+    """Jinja that sets variables, and writes nothing."""
+    if not variables:
+        return ""
+    # What stands last is no block, behind which jinja would drop a line break.
+    return "".join(f"{{% set {name} = {value} %}}" for name, value in variables) + "{{ '' }}"
+
+
+_ONE = re.compile(r'\{% set (\w+) = ("(?:[^"\\]|\\.)*"|[\w.+-]+) %\}')
+_SETTING = re.compile(rf"(?:{_ONE.pattern})+\{{\{{ '' \}}\}}")
+
+
+def _literal(text: str) -> str:
+    plain = text.lower()
+    if plain in ("true", "false", "none", "null"):
+        return plain.replace("null", "none")
+    try:
+        return repr(int(text) if text.lstrip("-").isdigit() else float(text))
+    except ValueError:
+        return json.dumps(text)
+
+
+def _not_read(name: str, source: str, variable: str) -> str:
+    """The message of a template that does not read a variable that is set."""
+    known = sorted(_variables_of(source) - _GIVEN)
+    near = get_close_matches(variable, known, 1)
+    advice = f"Did you mean {near[0]}?" if near else "Remove it."
+    reads = ", ".join(known) if known else "none"
+    return (
+        f"{name} must read the variables that are set; got {variable}, it reads {reads}. {advice}"
+    )
+
+
+def _variables_of(source: str) -> set[str]:
+    """What a template leaves to its caller."""
+    from jinja2 import meta
+
+    return meta.find_undeclared_variables(sandbox().parse(source))
 
 
 def put_template(
@@ -92,10 +172,13 @@ def put_template(
     Returns:
         the template that it was given, if it was.
     Raises:
-        ModelError: it has no tokens for ChatML.
+        ModelError: it has no tokens for ChatML, or no template that reads the variables.
     """
     if own is None or (unless_its_own and tokenizer.chat_template):
         return None
+    before = text_before(tokenizer)[1]
+    if not own.source:
+        own = _with_variables(tokenizer, own)
     if own.source == BUILT_IN["chatml"]:
         lacking = [token for token in CHATML_TOKENS if token not in tokenizer.get_vocab()]
         if lacking:
@@ -104,22 +187,42 @@ def put_template(
                 f"{' and '.join(CHATML_TOKENS)}; got {tokenizer.name_or_path!r}, which lacks "
                 f"{lacking[0]}. Use {KNOB} default."
             )
-    tokenizer.chat_template = own.filled(text_before(tokenizer)[1])
+    tokenizer.chat_template = own.filled(before)
     return own
 
 
+def _with_variables(tokenizer: PreTrainedTokenizerBase, own: OwnTemplate) -> OwnTemplate:
+    """The tokenizer's own template with variables set."""
+    source = tokenizer.get_chat_template() if tokenizer.chat_template else DEFAULT_TEMPLATE
+    name = f"{own.name} of {tokenizer.name_or_path!r}"
+    variables = dict(own.variables)
+    if begun := _SETTING.match(source):  # it is a run's model, saved with some
+        variables = dict(_ONE.findall(begun[0])) | variables
+        source = source[begun.end() :]
+    for variable in variables:
+        try:
+            is_read = variable in _variables_of(source)
+        except Exception:  # no jinja: its renderer says what is wrong
+            break
+        if not is_read:
+            raise ModelError(_not_read(name, source, variable))
+    return replace(own, name=name, source=source, variables=tuple(variables.items()))
+
+
 def digest_of(own: OwnTemplate | None) -> str:
-    """SHA-256 of a template; "" for none."""
-    return hashlib.sha256(own.source.encode()).hexdigest() if own else ""
+    """SHA-256 of a template with what is set before it; "" for none."""
+    if own is None:
+        return ""
+    return hashlib.sha256((setting(own.variables) + own.source).encode()).hexdigest()
 
 
 def kept_with(config: DataConfig, run: Path) -> DataConfig:
     """The same with the copy in a run's folder, if that has one, in place of the file."""
-    value = config.own_template
+    named, mark, variables = config.own_template.partition("?")
     kept = run / KEPT
-    if not value or value in BUILT_IN or not kept.is_file():
+    if named in ("", TOKENIZERS_OWN, *BUILT_IN) or not kept.is_file():
         return config
-    return replace(config, chat_template=str(kept))
+    return replace(config, chat_template=f"{kept}{mark}{variables}")
 
 
 def with_kept_template(config: RunConfig, run: Path) -> RunConfig:
@@ -129,10 +232,15 @@ def with_kept_template(config: RunConfig, run: Path) -> RunConfig:
 
 def is_gone(value: str) -> bool:
     """Whether a value of `dataset.own_template` is a file or folder that does not exist."""
+    named = value.partition("?")[0]
+    return named not in (TOKENIZERS_OWN, *BUILT_IN) and not (_exists(value) or _exists(named))
+
+
+def _exists(path: str) -> bool:
     try:
-        return value not in BUILT_IN and not Path(value).exists()
+        return Path(path).exists()
     except (OSError, ValueError):  # a name too long, or with NUL
-        return True
+        return False
 
 
 def text_before(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], str]:

@@ -45,10 +45,10 @@ class PromptFrame:
         if before is not None:
             settings = settings_in(folder / "tokenizer_config.json")
             source = template_in(folder, settings)
-            if own is None and not source:
+            if not source and (own is None or not own.source):
                 own = read_template("default")
             if own is not None:
-                source, self._before = own.filled(""), before if own.built_in else 0
+                source, self._before = own.filled("", source), before if own.built_in else 0
             self._special = _special_tokens(settings)
             self._template = _compiled(source)
 

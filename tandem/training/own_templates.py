@@ -54,7 +54,7 @@ def settle_template(config: RunConfig, world: World) -> tuple[RunConfig, str]:
 def keep_template(config: RunConfig) -> None:
     """Copy the template's file into the run's folder."""
     own = read_template(config.dataset.own_template)
-    if own is not None and not own.built_in:
+    if own is not None and own.source and not own.built_in:
         replace_file(Path(config.output_dir) / KEPT, own.source.encode())
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -13,6 +15,8 @@ from tandem.data.own_template import (
     BUILT_IN,
     KEPT,
     OwnTemplate,
+    digest_of,
+    is_gone,
     kept_with,
     put_template,
     read_template,
@@ -264,3 +268,99 @@ def test_chatml_is_that_of_others_where_there_are_no_tools() -> None:
     half.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     with pytest.raises(ModelError, match=r"which lacks <\|im_end\|>"):
         put_template(half, own)
+
+
+THINKS = (
+    "{% if level | default(2) > 3 %}({{ mood or 'calm' }}){% endif %}"
+    + CHATML.removesuffix("{% endif %}")
+    + "{% if think is defined and think is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+"""One with variables that are left to its caller, as Qwen3's enable_thinking."""
+PROMPT = "<|im_start|>user\nhello there<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("begins", ["", "\n", "{%- if true %}{% endif %}"])
+@pytest.mark.parametrize(
+    ("variables", "given"),
+    [
+        ("think=false", {"think": False}),
+        ("think=true", {"think": True}),
+        ("level=5", {"level": 5}),
+        ('level=3.5&mood=a "b" c', {"level": 3.5, "mood": 'a "b" c'}),
+        ("level=4&mood=none&think=False", {"level": 4, "mood": None, "think": False}),
+    ],
+)
+def test_variables_are_set_as_by_apply_chat_template(
+    variables: str, given: dict[str, Any], begins: str, tmp_path: Path
+) -> None:
+    asked = [{"role": "user", "content": "hello there"}]
+    expected = byte_level(begins + THINKS).apply_chat_template(
+        asked, tokenize=False, add_generation_prompt=True, **given
+    )
+    file = written(tmp_path / "mine.jinja", begins + THINKS)
+    for value, tokenizer in (
+        (f"tokenizer?{variables}", byte_level(begins + THINKS)),
+        (f"{file}?{variables}", byte_level(PLAIN)),
+    ):
+        own = put_template(tokenizer, read_template(value))
+        renderer = Renderer(tokenizer, own=own)
+        prompt = renderer.prompt(ASKED)
+        assert renderer.continuation(prompt.token_ids) == expected
+        assert PROMPT in str(expected)
+        # A model keeps them, for whoever renders with its tokenizer.
+        tokenizer.chat_template = renderer.chat_template
+        told = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        assert told == expected
+        again = put_template(tokenizer, read_template(f"tokenizer?{variables}"))
+        assert Renderer(tokenizer, own=again).prompt(ASKED).token_ids == prompt.token_ids
+
+
+def test_variables_that_a_model_keeps_can_be_set_anew() -> None:
+    tokenizer = byte_level(THINKS)
+    put_template(tokenizer, read_template("tokenizer?think=false&level=5"))
+    own = put_template(tokenizer, read_template("tokenizer?think=true"))
+    assert own is not None
+    assert dict(own.variables) == {"think": "true", "level": "5"}
+    assert (
+        Renderer(tokenizer, own=own).continuation(
+            Renderer(tokenizer, own=own).prompt(ASKED).token_ids
+        )
+        == f"(calm){PROMPT}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "part"),
+    [
+        ("tokenizer?thnk=false", "got thnk, it reads level, mood, think. Did you mean think?"),
+        ("tokenizer?zzz=1", "got zzz, it reads level, mood, think. Remove it."),
+        ("tokenizer?messages=1", "variables that a template leaves to its caller; got 'messages'"),
+        ("tokenizer?a b=1", "variables that a template leaves to its caller; got 'a b'"),
+        ("tokenizer?think", "must have variables as ?name=value&name=value"),
+        ("tokenizer?think=1&think=2", "Give each option once"),
+        ("chatml?think=1", "chat template chatml must read the variables that are set; got think"),
+        ("tokenzer?think=1", "got 'tokenzer', which does not exist. Did you mean tokenizer?"),
+    ],
+)  # fmt: skip
+def test_variables_that_cannot_be_set(value: str, part: str) -> None:
+    with pytest.raises((ConfigError, ModelError), match=re.escape(part)):
+        put_template(byte_level(THINKS), read_template(value))
+
+
+def test_a_run_finds_its_copy_with_the_variables(tmp_path: Path) -> None:
+    (tmp_path / KEPT).write_text(THINKS)
+    for value, kept in (
+        ("gone.jinja?think=false", f"{tmp_path / KEPT}?think=false"),
+        ("tokenizer?think=false", "tokenizer?think=false"),
+    ):
+        assert kept_with(DataConfig(chat_template=value), tmp_path).chat_template == kept
+    assert is_gone("gone.jinja?think=false")
+    assert not is_gone("tokenizer?think=false")
+    assert not is_gone(f"{tmp_path / KEPT}?think=false")
+    plain, own = (read_template(f"{tmp_path / KEPT}{more}") for more in ("", "?think=false"))
+    assert digest_of(plain) != digest_of(own)
+
+
+def test_a_file_with_a_question_mark_in_its_name(tmp_path: Path) -> None:
+    value = written(tmp_path / "what?a=b.jinja", THINKS)
+    assert read_template(value) == OwnTemplate(f"chat template {value}", THINKS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,6 +80,31 @@ def test_every_model_is_saved_with_it(finished: RunConfig) -> None:
         eos = AutoTokenizer.from_pretrained(run / name).eos_token
         assert says(run / name) == f"[user]hello{eos}[assistant]", name
     assert (run / KEPT).read_text() == TEMPLATE
+
+
+def test_a_tokenizers_own_with_a_variable_is_what_models_keep(
+    config: RunConfig, tiny_model: str, tmp_path: Path
+) -> None:
+    """Of all stages, though later ones are not told of it; another value is refused."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    asks = "{% if add_generation_prompt %}[assistant]{% endif %}"
+    source = TEMPLATE.removesuffix(asks) + asks.replace(
+        "[assistant]", "[{{ who | default('it') }}]"
+    )
+    source = source.replace("[{{ m.role }}]", "[{{ who if m.role == 'assistant' else m.role }}]")
+    (model / "chat_template.jinja").write_text(source)
+    run = replace(config, actor_model=str(model), output_dir=str(tmp_path / "run"))
+    ran(alone(run, "sft", "tokenizer?who=me"))
+    lines: list[str] = []
+    ran(replace(with_template(run, ""), stages=("reward",)), lines=lines)
+    assert any("chat template: tokenizer?who=me, as for sft" in line for line in lines)
+    for name in ("sft", "reward"):
+        eos = AutoTokenizer.from_pretrained(tmp_path / "run" / name).eos_token
+        assert says(tmp_path / "run" / name) == f"[user]hello{eos}[me]", name
+    assert not (tmp_path / "run" / KEPT).exists()
+    with pytest.raises(CheckpointError, match=r"changed: dataset.chat_template .*\?who=you"):
+        ran(alone(run, "sft", "tokenizer?who=you"))
 
 
 def test_all_of_it_is_finished_with_and_without_it(finished: RunConfig) -> None:
