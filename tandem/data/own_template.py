@@ -121,6 +121,27 @@ def in_parts(value: str) -> tuple[str, tuple[tuple[str, str], ...]]:
     return named, tuple((name, _literal(text)) for name, text in options.items())
 
 
+def given_variables(values: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Variables from JSON, with values as jinja has them.
+
+    Raises:
+        ConfigError: a name or a value that none can have; the text begins with "must".
+    """
+    found = []
+    for name, value in values.items():
+        if not name.isidentifier() or name in _GIVEN:
+            raise ConfigError(
+                f"must set variables that a template leaves to its caller; got {excerpt(name)}."
+            )
+        if isinstance(value, dict | list):
+            raise ConfigError(
+                f"must set variables to true, false, null, numbers or texts; got {name}: "
+                f"{excerpt(json.dumps(value))}."
+            )
+        found.append((name, "none" if value is None else json.dumps(value)))
+    return tuple(found)
+
+
 def setting(variables: Sequence[tuple[str, str]]) -> str:
     """Jinja that sets variables, and writes nothing."""
     if not variables:

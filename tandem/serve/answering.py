@@ -75,9 +75,10 @@ class Answering:
         self.loaded, self.wanted = loaded, wanted
         self.prompts = prompts
         self._service, self._budgets = service, budgets
-        self._decode = loaded.renderer.decode if is_chat else loaded.renderer.continuation
+        renderer = prompts[0].renderer or loaded.renderer
+        self._decode = renderer.decode if is_chat else renderer.continuation
         if wanted.continues:
-            self._decode = partial(loaded.renderer.decode, begins=False)
+            self._decode = partial(renderer.decode, begins=False)
         self.choices = [
             Choice(i * wanted.n + sample, prompt)
             for i, prompt in enumerate(prompts)

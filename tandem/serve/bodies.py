@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
 from tandem.config.schema import SamplingConfig
@@ -35,7 +35,7 @@ class Wanted:
 
     max_tokens: None: a default; 0 only with echo. n: answers per prompt. top_logprobs: -1: none.
     seed: of the draws. extras: see `EXTRAS`. continues: the answer goes on with the last turn.
-    wish: its form.
+    wish: its form. variables: of the chat template, that are set.
     """
 
     model: str
@@ -53,6 +53,7 @@ class Wanted:
     echo: bool = False
     continues: bool = False
     wish: Wish = NO_WISH
+    variables: tuple[tuple[str, str], ...] = ()
 
 
 def read_chat(body: Mapping[str, Any]) -> tuple[list[Message], str, Wanted]:
@@ -72,7 +73,8 @@ def read_chat(body: Mapping[str, Any]) -> tuple[list[Message], str, Wanted]:
     top = top if fields.boolean(body, "logprobs") else -1
     wish = read_choice(body, listed, read_wish(body))
     continues = read_continues(body, turns)
-    return turns, listed, _wanted(body, wish, top_logprobs=top, continues=continues)
+    wanted = _wanted(body, wish, top_logprobs=top, continues=continues)
+    return turns, listed, replace(wanted, variables=fields.variables(body))
 
 
 def read_continues(body: Mapping[str, Any], turns: Sequence[Message]) -> bool:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from tandem.data.own_template import given_variables
+from tandem.errors import ConfigError
 from tandem.serve.api_errors import ApiError
 
 _LONGEST_SHOWN = 60
@@ -124,3 +126,21 @@ def text(body: Mapping[str, Any], name: str, default: str = "", most: int = 10_0
     if len(value) > most:
         raise ApiError(f"{name} must have at most {most} characters; got {len(value)}.", name)
     return value
+
+
+def variables(body: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The variables of the chat template that a request sets (see `OwnTemplate`).
+
+    Raises:
+        ApiError: they are no object of names and values.
+    """
+    name = "chat_template_kwargs"
+    given = body.get(name)
+    if given is None:
+        return ()
+    if not isinstance(given, dict):
+        raise wrong(name, "be an object of variables", given)
+    try:
+        return given_variables(given)
+    except ConfigError as error:
+        raise ApiError(f"{name} {error}", name) from None

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from tandem.config.answer_form import AnswerForm, FormError
+from tandem.data.render import Renderer
 from tandem.errors import GenerationError
 from tandem.generation.constrained import Constraint, constrainer_of
 from tandem.serve import fields, unsupported
 from tandem.serve.api_errors import ApiError
-from tandem.serve.loading import Loaded
 from tandem.serve.schemas import Json, flag, maybe, object_of
 
 _MOST_CHOICES = 1000
@@ -86,7 +86,7 @@ def read_choice(body: Mapping[str, Any], tools: str, wish: Wish) -> Wish:
 
 
 def constraint_of(
-    loaded: Loaded,
+    renderer: Renderer,
     wish: Wish,
     prompt: Sequence[int],
     *,
@@ -108,7 +108,7 @@ def constraint_of(
         if wish.form is None and not wish.calls:
             return None
         form = wish.form.check() if wish.form is not None else None
-        constrainer = constrainer_of(loaded.renderer)
+        constrainer = constrainer_of(renderer)
         if wish.calls:
             form = constrainer.calls(tools, wish.function, one=wish.one) or _no_calls(wish)
         else:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tandem.checkpoint.beside import verify_beside
 from tandem.checkpoint.state import SavedState, take_newest
 from tandem.config.schema import RunConfig
-from tandem.data.own_template import put_template, read_template
+from tandem.data.own_template import OwnTemplate, put_template, read_template
 from tandem.data.render import IN_MEMORY, Renderer
 from tandem.data.trained_tokens import tokens_to_train
 from tandem.errors import CheckpointError, ModelError
@@ -31,6 +33,8 @@ from tandem.serve.place import Place, put, read_from
 from tandem.serve.sources import BASE, ModelSource
 from tandem.serve.token_bytes import TokenBytes
 
+_KEPT_RENDERERS = 8
+"""Renderers with variables set that are kept for a model, for the next request like it."""
 _NOT_LINEAR = ("embed", "wte", "wpe", ".experts.")
 """In the names of matrices that are looked up, or stacked in the model."""
 
@@ -68,11 +72,32 @@ class Loaded:
     renderer: Renderer
     version: str
     step: int = 0
+    _renderers: dict[tuple[tuple[str, str], ...], Renderer] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
         """What bytes a token stands for."""
         return TokenBytes(self.tokenizer)
+
+    def rendering(self, variables: tuple[tuple[str, str], ...]) -> Renderer:
+        """The renderer with variables of the chat template set; it takes a moment for new ones.
+
+        Raises:
+            ModelError: the template does not read one, or cannot be used with it.
+        """
+        if not variables:
+            return self.renderer
+        with self._lock:
+            if variables not in self._renderers:
+                tokenizer = copy(self.tokenizer)
+                name = "the model's chat template"
+                own = put_template(tokenizer, OwnTemplate(name, "", variables=variables))
+                made = Renderer(tokenizer, self.renderer.stop_token_ids, own)
+                self._renderers[variables] = made
+            while len(self._renderers) > _KEPT_RENDERERS:
+                del self._renderers[next(iter(self._renderers))]
+            return self._renderers[variables]
 
     @property
     def vocabulary(self) -> int:

@@ -194,7 +194,8 @@ def _requests(models: list[str]) -> Json:
         **forms.described(),
     }
     refused = _refused(unsupported.CHAT)
-    goes_on = {"continue_final_message": flag(), "add_generation_prompt": flag()}
+    goes_on = {"continue_final_message": flag(), "add_generation_prompt": flag(),
+               "chat_template_kwargs": {"type": ["object", "null"]}}  # fmt: skip
     not_told = {**_refused(unsupported.TEMPLATE), **_neutral(unsupported.NEUTRAL_TOKENIZE)}
     kinds = {"function": "object", "name": "string", "type": "string"}
     tool = {"anyOf": [object_of({name: {"type": kind}}, name) for name, kind in kinds.items()]}
@@ -221,7 +222,8 @@ def _requests(models: list[str]) -> Json:
         ),
         "ScoreRequest": object_of(
             {"messages": {**turns, "minItems": 2}, "tools": tools, "model": model,
-             "tandem": _extras(), **_refused(unsupported.TEMPLATE)},
+             "tandem": _extras(),
+             **_refused((*unsupported.TEMPLATE, "chat_template_kwargs"))},
             "messages",
         ),
         "TokenizeRequest": {

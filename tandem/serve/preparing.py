@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.data.render import IN_MEMORY
+from tandem.data.render import IN_MEMORY, Renderer
 from tandem.data.thinking import thoughts_behind, thoughts_within
 from tandem.data.thoughts import NO_THOUGHTS, ThoughtForm
-from tandem.errors import DataError
+from tandem.errors import DataError, ModelError
 from tandem.generation.constrained import Constraint
 from tandem.serve.api_errors import ApiError
 from tandem.serve.bodies import Prompt, Wanted
@@ -22,7 +22,8 @@ from tandem.types import Message
 class Prepared:
     """A prompt as ids. messages, tools: of a conversation; a text is one user's turn. text: what an
     echo repeats. thoughts: how answers to it have them. begun: what the assistant has said of its
-    answer behind the messages. constraint: the form that answers must have."""
+    answer behind the messages. constraint: the form that answers must have. renderer: by which
+    it was made, where that is not the model's."""
 
     token_ids: tuple[int, ...]
     messages: tuple[Message, ...] = ()
@@ -31,6 +32,7 @@ class Prepared:
     thoughts: ThoughtForm = NO_THOUGHTS
     begun: str = ""
     constraint: Constraint | None = None
+    renderer: Renderer | None = None
 
 
 async def prepare_chat(
@@ -41,6 +43,7 @@ async def prepare_chat(
     *,
     continues: bool = False,
     wish: Wish = NO_WISH,
+    variables: tuple[tuple[str, str], ...] = (),
 ) -> Prepared:
     """A conversation as ids, up to where the assistant begins.
 
@@ -48,6 +51,7 @@ async def prepare_chat(
         tools: that may be called, a list as JSON text.
         continues: the last turn is the beginning of the answer; the ids end with it.
         wish: the form that answers must have.
+        variables: of the chat template, that are set.
     Raises:
         ApiError: the template or the tokenizer refuses it, or shows no tools, or the form cannot
             be followed.
@@ -56,31 +60,35 @@ async def prepare_chat(
     def rendered() -> Prepared:
         """In a thread: templates may take long."""
         try:
+            renderer = loaded.rendering(variables)
+        except ModelError as error:
+            raise ApiError(str(error), "chat_template_kwargs") from None
+        try:
             if continues:
-                return _begun(loaded, messages, wish)
-            row = loaded.renderer.prompt(messages, tools=tools)
+                return _begun(renderer, messages, wish)
+            row = renderer.prompt(messages, tools=tools)
         except DataError as error:
             raise ApiError(str(error), "messages") from None
-        if tools and loaded.renderer.hides_tools(messages):
+        if tools and renderer.hides_tools(messages):
             raise no_tools()
         if tools:  # how calls are read is found out once, which takes a moment
-            loaded.renderer.spoken("", tools, ())
-        thoughts = thoughts_behind(loaded.renderer, row.token_ids)
-        constraint = constraint_of(loaded, wish, row.token_ids, tools=tools)
+            renderer.spoken("", tools, ())
+        thoughts = thoughts_behind(renderer, row.token_ids)
+        constraint = constraint_of(renderer, wish, row.token_ids, tools=tools)
         return Prepared(
             row.token_ids,
             tuple(messages),
             tools=tools,
             thoughts=thoughts,
             constraint=constraint,
+            renderer=renderer,
         )
 
     return await service.in_text_thread(rendered)
 
 
-def _begun(loaded: Loaded, messages: Sequence[Message], wish: Wish) -> Prepared:
+def _begun(renderer: Renderer, messages: Sequence[Message], wish: Wish) -> Prepared:
     """A conversation as ids, up to the end of the last turn's text."""
-    renderer = loaded.renderer
     *asked, last = messages
     ids = renderer.conversation(asked, last.content, IN_MEMORY, True, goes_on=True).token_ids
     begun = last.content
@@ -88,8 +96,15 @@ def _begun(loaded: Loaded, messages: Sequence[Message], wish: Wish) -> Prepared:
     constraint = None
     if wish.form is not None:
         prompt = renderer.prompt(asked).token_ids
-        constraint = constraint_of(loaded, wish, prompt, begun=ids[len(prompt) :])
-    return Prepared(ids, tuple(asked), thoughts=thoughts, begun=begun, constraint=constraint)
+        constraint = constraint_of(renderer, wish, prompt, begun=ids[len(prompt) :])
+    return Prepared(
+        ids,
+        tuple(asked),
+        thoughts=thoughts,
+        begun=begun,
+        constraint=constraint,
+        renderer=renderer,
+    )
 
 
 def no_tools() -> ApiError:
@@ -121,7 +136,7 @@ async def prepare_text(
                 ids = loaded.encode(prompt)
             except DataError as error:
                 raise ApiError(str(error), "prompt") from None
-            constraint = constraint_of(loaded, wish, ids, is_chat=False)
+            constraint = constraint_of(loaded.renderer, wish, ids, is_chat=False)
             return Prepared(ids, (Message("user", prompt),), prompt, constraint=constraint)
         for token in (min(prompt), max(prompt)):
             if not 0 <= token < loaded.vocabulary:
@@ -129,7 +144,7 @@ async def prepare_text(
                     f"prompt must hold token ids from 0 to {loaded.vocabulary - 1}; got {token}.",
                     "prompt",
                 )
-        constraint = constraint_of(loaded, wish, prompt, is_chat=False)
+        constraint = constraint_of(loaded.renderer, wish, prompt, is_chat=False)
         return Prepared(prompt, (), loaded.decode(prompt), constraint=constraint)
 
     return await service.in_text_thread(rendered)

@@ -102,6 +102,7 @@ class Api:
                 tools,
                 continues=wanted.continues,
                 wish=wanted.wish,
+                variables=wanted.variables,
             )
             prompts = [await work]
             answering = self._answering(loaded, prompts, wanted, "messages", is_chat=True)
@@ -149,7 +150,8 @@ class Api:
         self._service.counters.add("gone_total", about)
 
     async def _score(self, request: Request, body: dict[str, Any]) -> Response:
-        unsupported.refuse(body, unsupported.TEMPLATE, unsupported.OF_SCORE, {})
+        names = (*unsupported.TEMPLATE, "chat_template_kwargs")
+        unsupported.refuse(body, names, unsupported.OF_SCORE, {})
         messages = read_messages(body.get("messages"))
         if messages[-1].role != "assistant" or len(messages) < 2:
             raise ApiError(
@@ -221,7 +223,10 @@ class Api:
         if body.get("messages") is not None:
             messages, tools = read_messages(body["messages"]), read_tools(body)
             continues = read_continues(body, messages)
-            work = prepare_chat(self._service, loaded, messages, tools, continues=continues)
+            given = fields.variables(body)
+            work = prepare_chat(
+                self._service, loaded, messages, tools, continues=continues, variables=given
+            )
             ids = (await work).token_ids
         else:
             field = "prompt" if "prompt" in body else "content"

@@ -14,7 +14,7 @@ from typing import Any
 from tandem.serve import fields
 from tandem.serve.api_errors import ApiError
 
-TEMPLATE = ("chat_template", "chat_template_kwargs", "documents")
+TEMPLATE = ("chat_template", "documents")
 """Fields that change how turns are rendered."""
 CHAT = ("functions", "audio", "prediction", "web_search_options", "verbosity", "echo",
         "reasoning", "thinking", *TEMPLATE)  # fmt: skip
@@ -44,11 +44,12 @@ _SAMPLING = ("model", "n", "stop", "seed", "max_tokens", "stream", "stream_optio
              *FORMS)  # fmt: skip
 OF_CHAT = (*_SAMPLING, "messages", "tools", "tool_choice", "top_logprobs", "parallel_tool_calls",
            "max_completion_tokens", "reasoning_effort", "modalities", "function_call",
-           "continue_final_message", "add_generation_prompt")  # fmt: skip
+           "continue_final_message", "add_generation_prompt", "chat_template_kwargs")  # fmt: skip
 OF_COMPLETION = (*_SAMPLING, "prompt", "echo", "best_of", "suffix")
 OF_SCORE = ("model", "messages", "tools", "tandem")
 OF_TOKENIZE = ("model", "messages", "tools", "prompt", "content", "add_special_tokens",
-               "continue_final_message", "add_generation_prompt")  # fmt: skip
+               "continue_final_message", "add_generation_prompt",
+               "chat_template_kwargs")  # fmt: skip
 """Fields that are read."""
 NEUTRAL_TOKENIZE: dict[str, tuple[float | bool, ...]] = {
     "add_special": (True,), "parse_special": (False,),
