@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
-from tandem.checkpoint.folder import existing
+from tandem.checkpoint.folder import existing, together
 from tandem.config.load import load_config
 from tandem.config.schema import RunConfig
 from tandem.config.stages import stage_names
 from tandem.data.own_template import with_kept_template
 from tandem.errors import CheckpointError
-from tandem.files import not_a_run
+from tandem.files import lock, not_a_run
 from tandem.parallel.world import World
 
 SAVE_NOW = "save-now"
@@ -22,6 +25,7 @@ COMMAND_FILE = "command.txt"
 """The first file that is written into a run's folder; it identifies one."""
 GIVEN = "given"
 """Where data and models that Python code has given a run are kept."""
+_LOCK_FILE = ".lock"
 
 
 def config_of_run(folder: str) -> RunConfig:
@@ -85,6 +89,55 @@ def not_writable(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
         f"--output-dir must be a folder that can be written; got {path} ({reason}). Choose another."
     )
+
+
+def hold(path: Path) -> BinaryIO:
+    """Keep a run's folder from other runs until what this returns is closed: two would mix their
+    lines and remove each other's checkpoints.
+
+    Raises:
+        CheckpointError: another run has it.
+        OSError: nothing can be written there.
+    """
+    held = lock(path / _LOCK_FILE)
+    if held is None:
+        raise CheckpointError(
+            f"{path} must be written by one run at a time; got another that is "
+            "running in it. Wait until it ends, or use another --output-dir."
+        )
+    return held
+
+
+def require_held(held: BinaryIO | None, path: Path, world: World) -> None:
+    """Refuse to write into a folder that is no longer the one that `hold` was given, for what is
+    left of the run would make half of one; all ranks together. One that was moved and is back is
+    the same.
+
+    Args:
+        held: of the ranks that keep the folder; None on others.
+    Raises:
+        CheckpointError: it was removed, moved or replaced, or its file system fails.
+    """
+
+    def check() -> None:
+        if held is not None and not _is_held(held, path):
+            where = f"{path} on {socket.gethostname()}" if len(world.folders) > 1 else str(path)
+            raise CheckpointError(
+                f"{where} must stay where it is until the run ends; got a run whose folder, or "
+                f"{_LOCK_FILE} in it, was removed, moved or replaced meanwhile. It ends here; the "
+                "same command continues what is there."
+            )
+
+    together(check, path, world)
+
+
+def _is_held(held: BinaryIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(held.fileno()), os.stat(path / _LOCK_FILE))
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+            return False
+        raise
 
 
 def require_run_folder(path: Path, writes: bool = True) -> None:

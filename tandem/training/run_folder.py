@@ -39,12 +39,13 @@ from tandem.devices import ask_for_determinism, resolve_device
 from tandem.engine.module_scorer import RewardModule
 from tandem.engine.placement import Placement
 from tandem.errors import CheckpointError, ConfigError, DataError, Stopped
-from tandem.files import lock, remove_left
+from tandem.files import remove_left
 from tandem.files import replace as replace_file
 from tandem.metrics.answers import LINE_FILES
 from tandem.metrics.log import MetricLog, MutedLog
 from tandem.parallel.world import World
 from tandem.text import ignore_line
+from tandem.training import own_folder
 from tandem.training.callbacks import Callback
 from tandem.training.differences import known_rows
 from tandem.training.lineage import lineage_of
@@ -54,8 +55,6 @@ from tandem.training.own_templates import keep_template
 from tandem.training.provenance import Identity, environment, origin
 from tandem.training.signals import StopSignals
 from tandem.training.stage_data import StepRows
-
-_LOCK_FILE = ".lock"
 
 
 class Run:
@@ -142,13 +141,7 @@ class Run:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            # Two runs would mix their lines and remove each other's checkpoints.
-            self._lock = self._lock or lock(self.path / _LOCK_FILE)
-            if self._lock is None:
-                raise CheckpointError(
-                    f"{self.path} must be written by one run at a time; got another that is "
-                    "running in it. Wait until it ends, or use another --output-dir."
-                )
+            self._lock = self._lock or own_folder.hold(self.path)
             remove_left(self.path, (".yaml", ".json", ".jinja", ".html"))
             with (self.path / COMMAND_FILE).open("a", encoding="utf-8") as file:
                 file.write(command + "\n")
@@ -161,6 +154,18 @@ class Run:
                     shutil.rmtree(self.checkpoints(stage), ignore_errors=True)
         except OSError as error:
             raise not_writable(self.path, str(error.strerror)) from None
+
+    def require_there(self) -> None:
+        """Refuse to write on where the folder was taken away meanwhile; all ranks together.
+
+        Raises:
+            CheckpointError: on some node it was; nothing more is written.
+        """
+        try:
+            own_folder.require_held(self._lock, self.path, self.world)
+        except CheckpointError:
+            self.writes = False
+            raise
 
     def close(self) -> None:
         """Release the folder to other runs."""
@@ -250,6 +255,7 @@ class Run:
         Args:
             fill: writes into the folder that it is given; every rank calls it.
         """
+        self.require_there()
         saver = self._savers.pop(stage, None)
         try:
             if saver is not None:
@@ -271,6 +277,7 @@ class Run:
         """
         if not self.writes:
             return
+        self.require_there()
         if stage not in self._savers:
             self._savers[stage] = Saver(
                 self.checkpoints(stage),
@@ -334,6 +341,7 @@ class Run:
         self, stage: str, num_steps: int, start: int, thresholds: Mapping[str, float] | None = None
     ) -> MetricLog | MutedLog:
         """The log of the stage's metrics; `start` steps are done. See MetricLog for thresholds."""
+        self.require_there()
         if not self.world.is_first or not self.writes:
             return MutedLog()
         return MetricLog(

@@ -32,7 +32,9 @@ def report_at_a_stop(run: Run) -> Iterator[None]:
         _report_or_say_how(run)
         raise
     except Exception:
-        if run.world.size > 1:
+        if not run.writes:  # its folder is gone
+            pass
+        elif run.world.size > 1:
             run.print_line(f"report: {_command(run)} writes it")
         else:
             _report_or_say_how(run)

@@ -304,6 +304,7 @@ class StepLoop:
         now.values = dict(values)
         self._heard.tell("on_step", metrics=values, experience=now.made)
         values = now.values = {**values, **self._heard.logged()}
+        self.run.require_there()
         # Before the checkpoint, so that no record is missing after it; what saving costs is in the
         # next step's.
         self._log.log(step, {**values, "skipped": float(self.skipped), **self._phases.metrics()})

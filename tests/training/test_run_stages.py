@@ -22,8 +22,8 @@ from tandem.errors import CheckpointError, ConfigError, DataError, ModelError
 from tandem.metrics.log import MetricLog, read_metrics
 from tandem.metrics.report import write_report
 from tandem.models.load import load_causal_lm, load_tokenizer
+from tandem.training import own_folder, run_stages
 from tandem.training import run_folder as run_module
-from tandem.training import run_stages
 from tandem.training.run_stages import train
 from tandem.training.stage_data import prepare_rows
 from tandem.types import Message
@@ -567,7 +567,7 @@ def test_a_folder_of_something_else_is_left_as_it_is(
 def test_two_runs_do_not_write_in_one_folder(
     tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "lock", lambda path: None)  # what another process makes of it
+    monkeypatch.setattr(own_folder, "lock", lambda path: None)  # what another process makes of it
     with pytest.raises(CheckpointError, match="one run at a time; got another"):
         quiet(tiny_config(tmp_path, tiny_model, preferences))
     assert not list(tmp_path.iterdir())

@@ -278,7 +278,7 @@ def test_whatever_stops_a_run_leaves_a_report_or_the_command_for_it(
     monkeypatch.setattr("tandem.training.run_report.write_report", write)
     lines: list[str] = []
     world = SimpleNamespace(size=size, is_first=True)
-    run: Any = SimpleNamespace(path=Path("a b"), world=world, print_line=lines.append)
+    run: Any = SimpleNamespace(path=Path("a b"), world=world, print_line=lines.append, writes=True)
     with pytest.raises(type(error)), report_at_a_stop(run):
         raise error
     if size == 2 and isinstance(error, ValueError):
