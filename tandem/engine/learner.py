@@ -154,7 +154,7 @@ class Learner:
         self.shards.reshard()
         if isinstance(self.optimizer, MasterAdamW):
             if self.shards.sums_gradients:
-                gradients = self.optimizer.collect_all()
+                gradients = self.optimizer.collect_all(self.shards.on_any)
                 self.shards.sum_gradients(gradients)
                 return gradients
             return self.optimizer.collect()

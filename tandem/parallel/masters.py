@@ -8,7 +8,7 @@ weights back in place. The masters may be on the host: ZeRO-Offload (arXiv:2101.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -232,11 +232,17 @@ class MasterAdamW:
         self._down.land()
         return [entry.gradient for entry in self.state.values() if entry.gradient is not None]
 
-    def collect_all(self) -> list[Tensor]:
-        """As `collect`, with zeros for parameters without a gradient on this rank."""
+    def collect_all(self, on_any: Callable[[Sequence[bool]], Sequence[bool]]) -> list[Tensor]:
+        """As `collect`, with zeros for parameters whose gradient only other ranks have.
+
+        Args:
+            on_any: whether any rank has each gradient, from whether this one has.
+        """
         self.collect()
-        for entry in self.state.values():
-            if entry.gradient is None:
+        entries = list(self.state.values())
+        found = on_any([entry.gradient is not None for entry in entries])
+        for entry, is_found in zip(entries, found, strict=True):
+            if is_found and entry.gradient is None:
                 entry.gradient = torch.zeros_like(
                     local(entry.parameter.detach() if self._sums_on_device else entry["master"]),
                     dtype=torch.float32,

@@ -154,10 +154,16 @@ class Shards:
         """After the last backward: free gathered weights; sum gradients at stage 0."""
         self.reshard()
         if self.sums_gradients:
-            for parameter in parameters:
-                if parameter.grad is None:  # another rank may have one
+            found = self.on_any([parameter.grad is not None for parameter in parameters])
+            for parameter, is_found in zip(parameters, found, strict=True):
+                if is_found and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             self.sum_gradients([p.grad for p in parameters if p.grad is not None])
+
+    def on_any(self, claims: Sequence[bool]) -> list[bool]:
+        """Whether each claim is true on any rank: a weight without a gradient everywhere must stay
+        as it is, which zeros would not leave it. All ranks call it."""
+        return [bool(number) for number in self.world.all_reduce_max(claims)]
 
     @property
     def sums_gradients(self) -> bool:
