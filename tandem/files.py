@@ -45,7 +45,7 @@ def read(path: Path) -> bytes:
         return path.read_bytes()
 
 
-def append(path: Path, content: bytes) -> None:
+def append(path: Path, content: bytes | memoryview) -> None:
     """Append `content` to a file, made if missing; not synced.
 
     Raises:

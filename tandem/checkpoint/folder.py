@@ -13,23 +13,18 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import torch
-import torch.distributed as dist
-
+from tandem.checkpoint.sending import pass_on
 from tandem.errors import CheckpointError, TandemError
 from tandem.files import at_once, sha256, sha256_once, sync, write_new
 from tandem.parallel.world import World
 
 MANIFEST = "MANIFEST.json"
 CARD = "README.md"
-_CHUNK_BYTES = 2**26
-"""Of a file that is sent to another node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +128,11 @@ def copy_folder(folder: Path, world: World) -> bool:
     is_written = world.is_keeper and not text
 
     def copy() -> None:
-        if world.rank in chain:
-            _pass_on(folder, aside if is_written else None, files, chain, world)
-        if is_written:
+        if world.rank not in chain:
+            return
+        sizes = {name: (entry.bytes, entry.sha256) for name, entry in files.items()}
+        is_whole = pass_on(folder, aside if is_written else None, sizes, chain)
+        if is_written and is_whole:
             publish(aside, folder, manifest)
 
     try:
@@ -154,49 +151,6 @@ def _whole(folder: Path) -> tuple[Manifest, dict[str, Entry]]:
     there = {name: entry for name, entry in manifest.entries.items() if (folder / name).exists()}
     cards = {name: Entry.of(folder / name) for name in there if Path(name).name == CARD}
     return manifest, there | cards
-
-
-def _pass_on(
-    folder: Path, aside: Path | None, files: Mapping[str, Entry], chain: Sequence[int], world: World
-) -> None:
-    """Receive a folder's files from the rank before in a chain, write them, and send them on.
-
-    Args:
-        aside: where to write them; None if this rank has them.
-    Raises:
-        OSError, CheckpointError: the disk refuses, or a file changed; the others got everything.
-    """
-    place = chain.index(world.rank)
-    refused: Exception | None = None
-    for name, entry in files.items():
-        digest = hashlib.sha256()
-        with ExitStack() as stack:
-            source = stack.enter_context((folder / name).open("rb")) if place == 0 else None
-            target: BinaryIO | None = None
-            if aside is not None and refused is None:
-                try:
-                    (aside / name).parent.mkdir(parents=True, exist_ok=True)
-                    target = stack.enter_context((aside / name).open("xb"))
-                except OSError as error:
-                    refused = error
-            for offset in range(0, entry.bytes, _CHUNK_BYTES):
-                chunk = torch.zeros(min(_CHUNK_BYTES, entry.bytes - offset), dtype=torch.uint8)
-                if source is not None:
-                    source.readinto(chunk.numpy().data)
-                else:
-                    dist.recv(chunk, chain[place - 1])
-                if place + 1 < len(chain):
-                    dist.send(chunk, chain[place + 1])
-                digest.update(chunk.numpy().data)
-                try:
-                    if target is not None and refused is None:
-                        target.write(chunk.numpy().data)
-                except OSError as error:
-                    refused = error
-        if digest.hexdigest() != entry.sha256 and refused is None:
-            refused = CheckpointError(f"{folder / name} must have the SHA-256 in its manifest.")
-    if refused is not None:
-        raise refused
 
 
 def _manifest_text(folder: Path) -> str:

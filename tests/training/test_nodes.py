@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -193,6 +196,7 @@ def copied(world: World, folders: Sequence[Path], how: str) -> tuple[list[int], 
 def fill(folder: Path, rank: int) -> None:
     (folder / "sub/x").write_bytes(bytes([rank]) * 100_000)
     (folder / "y").write_bytes(b"")
+    (folder / "z").write_bytes(b"z")
     for card in (folder / CARD, folder / "sub" / CARD):
         card.write_text("Made by a run.")
 
@@ -213,6 +217,48 @@ def test_a_damaged_folder_is_refused_before_others_wait_for_it(nodes: list[Path]
     for _, said in on_ranks(2, copied, nodes, "its file is gone"):
         assert "run/sft/sub/x must have 100000 bytes; got no such file. Bring back" in said
     assert not list(nodes[0].glob("run/*"))
+
+
+def copied_with_a_bad_disk(
+    world: World, folders: Sequence[Path], bad: int
+) -> tuple[list[int], str]:
+    """Copying from the last node's folder, where one node's disk fails in the middle of a file."""
+    opened, opens = Path.open, list[Path]()
+
+    def failing(path: Path, mode: str = "r", *more: Any, **options: Any) -> Any:
+        opens.extend([path] if path.name == "x" and mode == "rb" else [])
+        if opens.count(path) == 2:  # it was verified before
+            raise OSError(5, "Input/output error", str(path))
+        return opened(path, mode, *more, **options)
+
+    if world.rank == bad == len(folders) - 1:
+        Path.open = failing  # type: ignore[method-assign, assignment]
+    elif world.rank == bad:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+    return copied(world, folders, "last has it")
+
+
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        (
+            2,
+            "c/run/sft/sub/x on HOST must be readable, to be copied to the nodes that lack it; got",
+        ),
+        (0, "a/run/sft on HOST must be writable; got: File too large ("),
+        (1, "b/run/sft on HOST must be writable; got: File too large ("),
+    ],
+)
+def test_a_disk_that_fails_while_a_folder_is_copied_stops_every_rank(
+    tmp_path: Path, bad: int, expected: str
+) -> None:
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    for _, said in on_ranks(4, copied_with_a_bad_disk, folders, bad):
+        assert said.startswith(f"{tmp_path}/{expected.replace('HOST', socket.gethostname())}")
+    assert not list(folders[bad % 2].glob("run/*"))
+    assert (folders[2] / "run/sft" / MANIFEST).is_file()
 
 
 def test_a_card_comes_as_its_owner_has_left_it(nodes: list[Path]) -> None:
