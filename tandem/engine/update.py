@@ -277,17 +277,24 @@ def _accumulated(
         world.all_reduce_(term.keep)
     # Read after all are queued: a GPU that must answer in between runs out of work.
     totals: defaultdict[str, float] = defaultdict(float, rank_idle=idle)
-    largest: dict[str, float] = {}
+    largest: defaultdict[str, list[float]] = defaultdict(list)
     read = iter(_read([value for _, found in added for value in found.numbers()]))
     for weight, found in added:
         for name in ("loss", *found.sums):
             totals[name] += weight * next(read)
         for name in found.largest:
-            largest[name] = max(largest.get(name, 0.0), weight * next(read))
+            value = next(read)
+            largest[name].append(value if weight else -math.inf)  # a filler's is another rank's
     means = {name: total / term.units for name, total in world.all_reduce_sum(totals).items()}
     if largest:
-        means |= dict(zip(largest, world.all_reduce_max(list(largest.values())), strict=True))
+        own = [_largest(values) for values in largest.values()]
+        means |= dict(zip(largest, world.all_reduce_max(own), strict=True))
     return means
+
+
+def _largest(numbers: Sequence[float]) -> float:
+    """NaN where one is, which Python's `max` may lose."""
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers)
 
 
 def _read(numbers: Sequence[Tensor]) -> list[float]:

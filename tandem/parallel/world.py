@@ -8,6 +8,7 @@ of them are the identity, and torch.distributed is not used.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -97,13 +98,16 @@ class World:
         return dict(zip(numbers, values.tolist(), strict=True))
 
     def all_reduce_max(self, numbers: Iterable[float]) -> list[float]:
-        """The largest of each number over all ranks."""
+        """The largest of each number over all ranks; NaN where any rank's is, which a maximum of
+        torch.distributed may lose."""
         values = list(numbers)
         if self.size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return [float(value) for value in tensor.tolist()]
+        unknown = tensor.isnan()
+        both = torch.stack([tensor.masked_fill(unknown, -math.inf), unknown.double()])
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        return [float(value) for value in both[0].masked_fill(both[1] > 0, math.nan).tolist()]
 
     def all_gather_object(self, item: Item) -> list[Item]:
         """Every rank's small Python object, in the order of the ranks."""

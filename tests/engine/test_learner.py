@@ -12,10 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.config.schema import OptimizerConfig
 from tandem.engine.ema import MovingAverage
+from tandem.engine.forward import Rows
 from tandem.engine.learner import Learner, learning_rate_factor, parameter_groups
 from tandem.engine.update import LossTerm, MicroBatchLoss, _accumulated
 from tandem.errors import CheckpointError, ModelError, NumericsError
 from tandem.parallel.masters import MasterAdamW
+from tandem.parallel.shard import ShardPlan, shard
+from tandem.parallel.world import World
+from tests.ranks import on_ranks
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
@@ -103,6 +107,33 @@ def test_no_number_is_read_before_all_micro_batches_are_under_way() -> None:
     assert {name: means[name] for name in expected} == pytest.approx(
         {name: float(value.detach()) for name, value in expected.items()}
     )
+
+
+def largest_of(world: World, numbers: list[float]) -> list[float]:
+    """What an update says of micro-batches of one row each, of which these are the largest."""
+    model = nn.Linear(1, 1)
+    shard(model, (), ShardPlan(), world)
+    learner = Learner("test", model, OptimizerConfig(), 10)
+
+    def loss(rows: Rows) -> MicroBatchLoss:
+        worst = max(torch.tensor(numbers)[rows.host])
+        return MicroBatchLoss(model(torch.zeros(1, 1)).sum(), largest={"worst": worst})
+
+    term = LossTerm([1] * len(numbers), len(numbers), loss)
+    return [_accumulated(learner, term, 1, is_last=True)["worst"]]
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_largest_over_micro_batches_is_nan_where_one_is_and_may_be_negative(
+    place: int, size: int
+) -> None:
+    """Three rows on two ranks: one computes a filler, which says nothing."""
+    numbers = [-3.0, -1.0, -2.0]
+    assert on_ranks(size, largest_of, numbers) == [[-1.0]] * size
+    numbers[place] = math.nan
+    for (found,) in on_ranks(size, largest_of, numbers):
+        assert math.isnan(found)
 
 
 def test_step_equals_adamw_with_clipping_by_hand() -> None:
