@@ -84,6 +84,27 @@ class MicroBatchBudget:
                     "here on (the gradient is the same)"
                 )
 
+    def once(self, learner: Learner, step: Callable[[], None]) -> None:
+        """Take an optimizer's step. It is not tried again: a second one would update once more what
+        the first had updated before it failed.
+
+        Raises:
+            OutOfMemoryError: it does not fit; some weights may have changed.
+        """
+        try:
+            step()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            said = first_line(error)
+        else:
+            return
+        learner.forget()
+        raise OutOfMemoryError(
+            f"{learner.name}: the optimizer's step must fit into memory; got {said[:160]!r}, and "
+            f"is not repeated: some weights may have changed. {self._advice(learner.model)}"
+        )
+
     @contextmanager
     def reserving_states(self, learner: Learner) -> Iterator[None]:
         """Within: the memory that the optimizer's states will need is in use, if they are not

@@ -159,20 +159,27 @@ class Update:
         Raises:
             BadStepError: a mean or the gradient is not finite, or the gradient is out of line; no
                 weight has changed.
-            OutOfMemoryError: a micro-batch does not fit into memory.
+            OutOfMemoryError: a micro-batch or the optimizer's step does not fit into memory.
         """
-        work = partial(self._learn, learner, terms, check, begun)
-        return self._budget.retry_on_oom(learner, work)
+        work = partial(self._gradient, learner, terms, check, begun)
+        means, ready = self._budget.retry_on_oom(learner, work)
+        if ready is None:
+            self._waiting.append(learner)
+        else:
+            self._budget.once(learner, lambda: learner.apply(*ready))
+            self.grad_norms[learner.name] = ready[1]
+        return means
 
-    def _learn(
+    def _gradient(
         self,
         learner: Learner,
         terms: Sequence[LossTerm],
         check: Callable[[Mapping[str, float]], None] | None,
         begun: BegunUpdate | None,
-    ) -> list[dict[str, float]]:
+    ) -> tuple[list[dict[str, float]], tuple[list[Tensor], float] | None]:
+        """The terms' means, and the gradient with its norm, unless the models step together."""
         try:
-            # A second try, after the step ran out of memory, finds nothing begun.
+            # A second try, after memory ran out, finds nothing begun.
             means = begun.take() if begun is not None else None
             if means is None:
                 means = _summed_up(learner, terms, self._budget.tokens)
@@ -183,11 +190,10 @@ class Update:
         except (BadStepError, NumericsError):
             learner.forget()
             raise
-        if learner.scaler is None:
-            self.grad_norms[learner.name] = learner.step()
-        else:
-            self._waiting.append(learner)
-        return means
+        if learner.scaler is not None:
+            return means, None
+        gradients = learner.finished_gradients()
+        return means, (gradients, learner.sound_norm(gradients))
 
     def __enter__(self) -> Self:
         return self

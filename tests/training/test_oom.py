@@ -13,10 +13,13 @@ from transformers import MambaConfig, PreTrainedModel
 
 from tandem.config.engine import engine_settings
 from tandem.config.lora import LoraConfig
+from tandem.config.parallel import ParallelConfig
 from tandem.config.schema import OptimizerConfig, RunConfig
 from tandem.engine import learner
+from tandem.engine.forward import Rows
 from tandem.engine.learner import Learner
 from tandem.engine.oom import MicroBatchBudget, is_out_of_memory
+from tandem.engine.update import LossTerm, MicroBatchLoss, Update
 from tandem.errors import OutOfMemoryError
 from tandem.memory.ways import size_text
 from tandem.models.load import new_causal_lm
@@ -146,6 +149,66 @@ def test_other_errors_are_not_taken_for_it() -> None:
     with pytest.raises(RuntimeError, match="a shape is wrong"):
         budget.retry_on_oom(sft_learner(tiny_llama(50)), work)
     assert budget.tokens == RunConfig().micro_batch_tokens
+
+
+def updated(learner: Learner, budget: MicroBatchBudget) -> None:
+    """One update of a learner by eight rows, in micro-batches of as many tokens as there may be."""
+    weight = next(learner.model.parameters())
+
+    def loss(rows: Rows) -> MicroBatchLoss:
+        return MicroBatchLoss(weight.square().sum() * len(rows))
+
+    with Update(budget) as update:
+        update.learn(learner, [LossTerm([64] * 8, 8, loss)])
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16"])
+def test_a_step_that_runs_out_of_memory_half_way_is_not_taken_twice(
+    monkeypatch: pytest.MonkeyPatch, states: Any
+) -> None:
+    model = tiny_llama(50)
+    config = RunConfig(halve_micro_batches=True, micro_batch_tokens=TOKENS)
+    budget = MicroBatchBudget(engine_settings(config), World(), print)
+    learner = Learner(
+        "sft", model, OptimizerConfig(), parallel=ParallelConfig(optimizer_states=states)
+    )
+    steps, step = list[int](), learner.optimizer.step
+
+    def failing(*args: Any) -> None:
+        step(*args)
+        steps.append(budget.tokens)
+        raise MemoryError("no more of it")
+
+    monkeypatch.setattr(learner.optimizer, "step", failing)
+    said = (
+        "^sft: the optimizer's step must fit into memory; got 'no more of it', and is not repeated"
+    )
+    with pytest.raises(OutOfMemoryError, match=said):
+        updated(learner, budget)
+    assert steps == [TOKENS]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_gradient_that_has_no_room_for_its_norm_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = RunConfig(halve_micro_batches=True, micro_batch_tokens=TOKENS)
+    budget = MicroBatchBudget(engine_settings(config), World(), lambda line: None)
+    ours, expected = sft_learner(tiny_llama(50)), sft_learner(tiny_llama(50))
+    norm = ours.shards.gradient_norm
+
+    def failing(gradients: Any) -> float:
+        if budget.tokens == TOKENS:
+            raise MemoryError
+        return norm(gradients)
+
+    monkeypatch.setattr(ours.shards, "gradient_norm", failing)
+    updated(ours, budget)
+    updated(expected, MicroBatchBudget(engine_settings(config), World(), None))
+    assert (budget.tokens, ours.steps_taken) == (TOKENS // 2, 1)
+    assert ours.spikes.history() == pytest.approx(expected.spikes.history())
+    for left, right in zip(ours.parameters, expected.parameters, strict=True):
+        torch.testing.assert_close(left, right)
 
 
 @pytest.mark.parametrize(
