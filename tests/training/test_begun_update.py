@@ -401,16 +401,16 @@ def test_a_gradient_that_somebody_touched_is_made_again(
 def test_a_step_without_memory_makes_the_gradient_again(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Learner.step
+    finished = Learner.finished_gradients
     failures = ["critic"]
 
-    def fails_once(self: Learner) -> float:
+    def fails_once(self: Learner) -> list[Tensor]:
         if self.name in failures:
             failures.remove(self.name)
             raise torch.OutOfMemoryError("out of memory")
-        return step(self)
+        return finished(self)
 
-    monkeypatch.setattr(Learner, "step", fails_once)
+    monkeypatch.setattr(Learner, "finished_gradients", fails_once)
     weights = []
     for begins in (False, True):
         failures[:] = ["critic"]
