@@ -62,6 +62,10 @@ class _Limited(asyncio.Protocol):
         self._stop_read_timer()
         super().connection_lost(exc)
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Uvicorn's, of two lines for each request with an Upgrade (browsers' websockets, HTTP/2 in
+        plain text). Such a request is answered as any other; a client could fill the log."""
+
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 

@@ -187,6 +187,7 @@ def _run(service: Service, listener: socket.socket, print_line: Callable[[str], 
     config = uvicorn.Config(
         make_app(service),
         http=LimitedProtocol,
+        ws="none",  # else a library that happens to be installed decides what an Upgrade gets
         log_level="warning",
         access_log=False,
         server_header=False,

@@ -82,7 +82,9 @@ class Running:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         app = make_app(self.service)
-        config = uvicorn.Config(app, http=LimitedProtocol, log_level="critical", access_log=False)
+        config = uvicorn.Config(
+            app, http=LimitedProtocol, ws="none", log_level="critical", access_log=False
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()

@@ -1,4 +1,5 @@
-"""`tandem serve` as a process: any number of Ctrl-Cs is one line, and so are too many clients."""
+"""`tandem serve` as a process: any number of Ctrl-Cs is one line, and so are too many clients; a
+request for another protocol is none."""
 
 from __future__ import annotations
 
@@ -70,4 +71,28 @@ def test_connections_are_as_many_as_may_be_and_one_more_is_a_line(
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate(timeout=SECONDS)
     assert rest == ""
+    assert errors == "tandem: stopped.\n"
+
+
+def test_an_upgrade_is_answered_as_plain_http_without_a_line(model: str) -> None:
+    """A browser's websocket, and HTTP/2 in plain text as curl asks for it."""
+    asked = {
+        "websocket": "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n",
+        "h2c": "HTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n",
+    }
+    command = [sys.executable, "-u", "-m", "tandem", "serve", model, "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        page = next(line for line in process.stdout if line.startswith("page:"))
+        port = int(re.findall(r":(\d+)/", page)[0])
+        for protocol, more in asked.items():
+            with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection:
+                head = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nUpgrade: {protocol}\r\n"
+                connection.sendall(f"{head}Connection: Upgrade\r\n{more}\r\n".encode())
+                assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()
     assert errors == "tandem: stopped.\n"
