@@ -161,15 +161,16 @@ def last_turn(prompt: Any) -> str:
 
 
 def model_win_rates(evaluation: Mapping[str, Any]) -> list[tuple[str, str, WinRate]]:
-    """(policy, an earlier policy, its win rate) of evaluation.json's scores, every two policies."""
+    """(policy, an earlier policy, its win rate) of evaluation.json's scores, every two policies that
+    share a scored prompt."""
     scores = {
         str(label): numbers(values)
         for label, values in mapping_or_empty(evaluation.get("scores")).items()
     }
     labels = list(scores)
-    return [
+    rates = [
         (ours, theirs, WinRate.of(zip(scores[ours], scores[theirs], strict=False)))
         for number, ours in enumerate(labels)
         for theirs in labels[:number]
-        if scores[ours] and scores[theirs]
     ]
+    return [(ours, theirs, rate) for ours, theirs, rate in rates if rate.prompts]

@@ -85,3 +85,10 @@ def test_every_two_models_are_compared():
         ("ppo", "base", 1),
         ("ppo", "sft", 1),
     ]
+
+
+def test_models_without_a_prompt_that_both_have_a_score_of_are_not_compared():
+    """A rate of no wins and no losses would read as 50 %."""
+    scores = {"base": [0, None, 1], "sft": [None, 2, None], "ppo": ["nan", 2, None], "x": []}
+    found = model_win_rates({"scores": scores})
+    assert [(ours, theirs, rate.ties) for ours, theirs, rate in found] == [("ppo", "sft", 1)]
