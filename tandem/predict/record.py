@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tandem.files import append, read
 from tandem.metrics.folder import PREDICTIONS_FILE as PREDICTIONS_FILE
+from tandem.metrics.folder import mapping
+from tandem.metrics.records import read_lines
+from tandem.text import counted, visible
 
 WHOLE = "stage"
 """The phase of a stage's own line: its peak over all phases, and all of its time."""
@@ -63,24 +69,43 @@ class Outcome:
 
 
 def add_outcomes(folder: Path, outcomes: Iterable[Outcome]) -> None:
-    """Append to the run's predictions.jsonl."""
-    with (folder / PREDICTIONS_FILE).open("a", encoding="utf-8") as file:
-        for outcome in outcomes:
-            file.write(json.dumps(asdict(outcome)) + "\n")
+    """Append to the run's predictions.jsonl, in place of half a line that a killed run left.
 
-
-def read_outcomes(folder: Path) -> list[Outcome]:
-    """A run's outcomes, the last of each stage and phase; lines that cannot be read are left out,
-    because a run may have been killed while it wrote one."""
+    Raises:
+        OSError: the disk refuses.
+    """
     path = folder / PREDICTIONS_FILE
-    found: dict[tuple[str, str], Outcome] = {}
-    if not path.is_file():
-        return []
-    for line in path.read_text("utf-8", "replace").splitlines():
-        try:
-            values: dict[str, Any] = json.loads(line)
-            outcome = Outcome(**values)
-        except (ValueError, TypeError):
-            continue
-        found[outcome.stage, outcome.phase] = outcome
-    return list(found.values())
+    half = len(read(path).rpartition(b"\n")[2]) if path.exists() else 0
+    if half:
+        os.truncate(path, path.stat().st_size - half)
+    lines = "".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes)
+    append(path, lines.encode())
+
+
+def _on_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def read_outcomes(folder: Path, say: Callable[[str], None] = _on_stderr) -> list[Outcome]:
+    """A run's outcomes, the last of each stage and phase. Damaged lines are left out, and `say`
+    gets their number; half a last line is what a killed run leaves."""
+    damaged: list[str] = []
+    found = read_lines(folder / PREDICTIONS_FILE, _outcome, damaged)
+    if damaged:
+        lines = counted(len(damaged), "damaged line")
+        say(f"warning: {visible(str(folder / PREDICTIONS_FILE))}: left out {lines}")
+    return list({(outcome.stage, outcome.phase): outcome for outcome in found}.values())
+
+
+def _outcome(line: Mapping[str, Any]) -> Outcome:
+    """The outcome in one decoded line; TypeError if it is not one."""
+    found = Outcome(**mapping(line))
+    required = (found.predicted_bytes, found.measured_bytes, found.live_bytes, found.process_bytes)
+    given = (found.predicted_seconds, found.measured_seconds, found.cpu_seconds)
+    if not all(isinstance(number, int | float) for number in required):
+        raise TypeError
+    if not all(number is None or isinstance(number, int | float) for number in given):
+        raise TypeError
+    for part in (found.parts, found.terms, found.rows):
+        mapping(part)
+    return found

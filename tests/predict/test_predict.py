@@ -285,12 +285,32 @@ def test_predictions_are_kept_by_stage_and_phase(tmp_path: Path) -> None:
                     measured_seconds=9)  # fmt: skip
     add_outcomes(tmp_path, [first])
     add_outcomes(tmp_path, [replace(first, predicted_bytes=90)])
-    with (tmp_path / "predictions.jsonl").open("a") as file:
-        file.write(json.dumps({"stage": "x"})[:-4] + "\n")
     (found,) = read_outcomes(tmp_path)
     assert found.memory_error == pytest.approx(-0.1)
     assert found.time_error == pytest.approx(0.5)
     assert math.isnan(replace(found, predicted_seconds=None).time_error)
+
+
+def test_damaged_predictions_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "predictions.jsonl"
+    first = Outcome(stage="a", phase="train", ranks=1, hardware="h", dtype="fp32",
+                    predicted_bytes=110, measured_bytes=100)  # fmt: skip
+    add_outcomes(tmp_path, [first])
+    with path.open("a") as file:
+        file.write('{"stage": "sft", "pha')  # a kill while the line was written
+    assert read_outcomes(tmp_path) == [first]
+    add_outcomes(tmp_path, [replace(first, phase="load")])
+    assert read_outcomes(tmp_path) == [first, replace(first, phase="load")]
+    assert capsys.readouterr().err == ""
+    damaged = [{"measured_bytes": "1"}, {"cpu_seconds": [2]}, {"terms": 3}, {"unheard_of": 4}]
+    values = json.loads(path.read_text("utf-8").splitlines()[0])
+    with path.open("ab") as file:
+        file.write(b"".join(json.dumps(values | bad).encode() + b"\n" for bad in damaged))
+        file.write(b'[]\n{"stage": \xff\n')
+    assert len(read_outcomes(tmp_path)) == 2
+    assert capsys.readouterr().err == f"warning: {path}: left out 6 damaged lines\n"
 
 
 def test_lengths_of_rows() -> None:
