@@ -246,6 +246,30 @@ def test_two_runs_are_overlaid_in_every_chart(page: Any, run: Path, tmp_path: Pa
         assert wide <= 0
 
 
+def test_what_could_not_be_read_of_a_run_is_said_also_while_it_runs(
+    page: Any, run: Path, tmp_path: Path
+) -> None:
+    both = tmp_path / "runs"
+    first = write_run(both / "first")
+    second = write_run(both / "second")
+    (second / "data.json").write_text("{", encoding="utf-8")
+    with page_server(run, runs=str(both)) as address:
+        page.goto(f"{address}#/runs?runs=second")
+        page.locator(".notice").wait_for()
+        assert page.locator(".notice").inner_text().startswith("data.json could not be read")
+        page.get_by_role("checkbox", name="first").check()
+        page.get_by_text("second: data.json could not be read").wait_for()
+        assert page.locator(".notice").count() == 1
+        with (first / "answers.jsonl").open("a", encoding="utf-8") as file:
+            file.write("<i>damaged\n")
+        metrics = first / "metrics.jsonl"
+        further = json.loads(metrics.read_text("utf-8").splitlines()[-1])
+        further["time"] += 1
+        with metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(further) + "\n")
+        page.get_by_text("first: answers.jsonl: 1 line cannot be read").wait_for()
+
+
 _LABELS = """
 () => {
   const chart = [...document.querySelectorAll("figure")].find((f) => f.innerText.includes("Reward against KL"));

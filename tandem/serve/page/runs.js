@@ -43,7 +43,7 @@ export async function runsView(holder, query, { remember, left }) {
     smoothing: Number(query.get("smooth") || 0.5), step: null,
   };
   const color = (id) => (withStages.findIndex((run) => run.id === id) % COLORS) + 1;
-  const parts = { list: h("div", {}), charts: h("div", { class: "figures" }), frontier: h("div", {}), histograms: h("div", {}), alarms: h("div", {}), models: h("div", {}), picker: h("div", { class: "picker" }) };
+  const parts = { list: h("div", {}), notices: h("div", {}), charts: h("div", { class: "figures" }), frontier: h("div", {}), histograms: h("div", {}), alarms: h("div", {}), models: h("div", {}), picker: h("div", { class: "picker" }) };
   const keep = () => remember({ runs: state.chosen.join(","), stage: state.stage, metrics: state.metrics.join(","), smooth: state.smoothing });
 
   const stageSelect = h("div", {}), stepHolder = h("div", { class: "field grow" });
@@ -169,6 +169,8 @@ export async function runsView(holder, query, { remember, left }) {
   async function drawModels() {
     const found = await Promise.all(state.chosen.map((id) => runs.of(id)));
     if (left.gone) return;
+    show(parts.notices, found.flatMap((run) => run.notices.map((notice) => h("p", { class: "notice" }, found.length > 1 ? `${run.id}: ${notice}` : notice))));
+    if (parts.models.contains(document.activeElement)) return;  // someone reads a table by keyboard
     show(parts.models, found.map((run) => {
       const rates = run.win_rates || [];
       if (!rates.length) return "";
@@ -198,10 +200,10 @@ export async function runsView(holder, query, { remember, left }) {
     drawAlarms();
     await drawFrontier();
     if (all || state.step === null) await drawHistograms();
-    if (all) await drawModels();
+    await drawModels();
   }
 
-  show(holder, h("h1", {}, "Runs"), parts.list,
+  show(holder, h("h1", {}, "Runs"), parts.list, parts.notices,
     h("div", { class: "toolbar" }, stageSelect, h("div", { class: "grow" }, field("Smoothing", smoothing))),
     parts.picker, h("h2", { class: "sr" }, "Curves"), parts.charts, parts.frontier, parts.histograms, parts.models, parts.alarms);
   drawList();
