@@ -172,7 +172,14 @@ def folder_near(path: str | Path) -> str:
 
 
 def not_a_run(folder: str) -> str:
-    """What to say of a folder that is no run's, with the one beside it that may be meant."""
+    """What to say of a folder that is no run's, with the one beside it that may be meant; or of a
+    run's on a node that is not its first."""
+    if os.path.exists(os.path.join(folder, "command.txt")):
+        return (
+            f"{folder} must be a run's folder with config.yaml; it has none. Where nodes share no "
+            "file system, the folder of the run's first node has it, the metrics and the report: "
+            "use that, or copy its files here."
+        )
     near = "" if os.path.exists(folder) else folder_near(folder)
     meant = f" Did you mean {near}?" if near else ""
     return f"{folder} must be a run's folder (with config.yaml); it is not.{meant}"

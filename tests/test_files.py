@@ -165,3 +165,9 @@ def test_a_file_that_torch_cannot_open_is_an_error_of_the_system(
     assert raised.value.filename == str(tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"safetensors files; got: .*Too many open files"):
         read_headers(tmp_path)
+
+
+def test_a_run_of_another_node_is_told_from_no_run(tmp_path: Path) -> None:
+    assert "(with config.yaml); it is not." in files.not_a_run(str(tmp_path))
+    (tmp_path / "command.txt").touch()
+    assert "the folder of the run's first node has it" in files.not_a_run(str(tmp_path))

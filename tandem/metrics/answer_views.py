@@ -161,8 +161,8 @@ def last_turn(prompt: Any) -> str:
 
 
 def model_win_rates(evaluation: Mapping[str, Any]) -> list[tuple[str, str, WinRate]]:
-    """(policy, an earlier policy, its win rate) of evaluation.json's scores, every two policies that
-    share a scored prompt."""
+    """(policy, an earlier policy, its win rate) of evaluation.json's scores, every two policies
+    that share a scored prompt."""
     scores = {
         str(label): numbers(values)
         for label, values in mapping_or_empty(evaluation.get("scores")).items()

@@ -124,9 +124,20 @@ class MetricLog:
         if wandb:
             self._sinks.append(WandB(self._run_dir, stage, first_step, wandb))
         self._console = StageConsole(stage, num_steps, start_step) if console else None
-        for notice in filter(None, damaged):
+        last = max((record.step for record in self._history), default=0)
+        for notice in filter(None, [*damaged, self._lacking(last, start_step)]):
             if self._console:
                 self._console.notice(notice)
+
+    def _lacking(self, last: int, done: int) -> str:
+        """What to say of steps that are done and not in this folder; empty if all are."""
+        if last >= done:
+            return ""
+        return (
+            f"{self._run_dir / METRICS_FILE} has nothing of steps {last + 1} to {done} of "
+            f"{self._stage}: another node was the first then, or the file was replaced; the run "
+            "continues"
+        )
 
     @property
     def history(self) -> Sequence[Record]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
@@ -17,15 +18,17 @@ from tandem.data.own_template import with_kept_template
 from tandem.errors import CheckpointError
 from tandem.files import lock, not_a_run
 from tandem.parallel.world import World
+from tandem.text import visible
 
 SAVE_NOW = "save-now"
 """A file of this name in the run's folder asks for a checkpoint after the running step."""
 CHECKPOINTS = "checkpoints"
 COMMAND_FILE = "command.txt"
 """The first file that is written into a run's folder; it identifies one."""
+LOCK_FILE = ".lock"
+"""Locked by the process that writes into the folder, with its host and number as text."""
 GIVEN = "given"
 """Where data and models that Python code has given a run are kept."""
-_LOCK_FILE = ".lock"
 
 
 def config_of_run(folder: str) -> RunConfig:
@@ -84,28 +87,34 @@ def run_around(path: Path) -> Path | None:
     return None
 
 
+def hold(path: Path) -> BinaryIO:
+    """Lock the run's folder for this process until the file is closed: two runs would mix their
+    lines and remove each other's checkpoints.
+
+    Raises:
+        CheckpointError: another process, on this host or another, writes there.
+        OSError: nothing can be written there.
+    """
+    found = lock(path / LOCK_FILE)
+    if found is None:
+        holder = ""
+        with suppress(OSError):  # it has ended meanwhile
+            holder = (path / LOCK_FILE).read_text("utf-8", "replace").strip()
+        by = f" ({visible(holder)})" if holder else ""
+        raise CheckpointError(
+            f"{path} must be written by one run at a time; got another that is running in it{by}. "
+            "Wait until it ends, or use another --output-dir."
+        )
+    found.truncate(0)
+    found.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    return found
+
+
 def not_writable(path: Path, reason: str) -> CheckpointError:
     """The error for a run's folder in which nothing can be written."""
     return CheckpointError(
         f"--output-dir must be a folder that can be written; got {path} ({reason}). Choose another."
     )
-
-
-def hold(path: Path) -> BinaryIO:
-    """Keep a run's folder from other runs until what this returns is closed: two would mix their
-    lines and remove each other's checkpoints.
-
-    Raises:
-        CheckpointError: another run has it.
-        OSError: nothing can be written there.
-    """
-    held = lock(path / _LOCK_FILE)
-    if held is None:
-        raise CheckpointError(
-            f"{path} must be written by one run at a time; got another that is "
-            "running in it. Wait until it ends, or use another --output-dir."
-        )
-    return held
 
 
 def require_held(held: BinaryIO | None, path: Path, world: World) -> None:
@@ -124,7 +133,7 @@ def require_held(held: BinaryIO | None, path: Path, world: World) -> None:
             where = f"{path} on {socket.gethostname()}" if len(world.folders) > 1 else str(path)
             raise CheckpointError(
                 f"{where} must stay where it is until the run ends; got a run whose folder, or "
-                f"{_LOCK_FILE} in it, was removed, moved or replaced meanwhile. It ends here; the "
+                f"{LOCK_FILE} in it, was removed, moved or replaced meanwhile. It ends here; the "
                 "same command continues what is there."
             )
 
@@ -133,7 +142,7 @@ def require_held(held: BinaryIO | None, path: Path, world: World) -> None:
 
 def _is_held(held: BinaryIO, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(held.fileno()), os.stat(path / _LOCK_FILE))
+        return os.path.samestat(os.fstat(held.fileno()), os.stat(path / LOCK_FILE))
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
             return False

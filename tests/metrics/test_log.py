@@ -82,6 +82,20 @@ def test_a_damaged_line_does_not_stop_the_run(tmp_path, capsys):
     assert "\x1b" not in said
 
 
+def test_steps_that_another_folder_has_are_named(tmp_path, capsys):
+    """Of a run whose nodes share no file system, and come in another order."""
+    with open_log(tmp_path) as log:
+        log.log(0, {"heldout_loss": 2.0})
+        log.log(1, {"loss": 2.0})
+    said = []
+    for done in (1, 4):
+        with open_log(tmp_path, start_step=done, console=True) as log:
+            log.log(done + 1, {"loss": 2.0})
+        said.append(capsys.readouterr().out.replace("\n", ""))
+    assert "has nothing of" not in said[0]
+    assert "metrics.jsonl has nothing of steps 3 to 4 of sft: another node" in said[1]
+
+
 def test_starting_over_removes_the_stages_step_0_too(tmp_path):
     for _ in range(2):
         with open_log(tmp_path) as log:

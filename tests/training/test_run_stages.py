@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -571,6 +574,22 @@ def test_two_runs_do_not_write_in_one_folder(
     with pytest.raises(CheckpointError, match="one run at a time; got another"):
         quiet(tiny_config(tmp_path, tiny_model, preferences))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_names_its_process_and_ends_with_it(tmp_path: Path) -> None:
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _lock = own_folder.hold(tmp_path)
+        os.write(tell, b"x")
+        signal.pause()
+    os.read(told, 1)
+    with pytest.raises(CheckpointError, match=rf"\(process {child} on {socket.gethostname()}\)"):
+        own_folder.hold(tmp_path)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with own_folder.hold(tmp_path):
+        assert f"process {os.getpid()} on " in (tmp_path / ".lock").read_text("utf-8")
 
 
 def test_a_run_at_home_is_written_and_read_at_home(
