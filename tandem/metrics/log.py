@@ -4,6 +4,7 @@ sinks that receive copies."""
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -162,7 +163,8 @@ class MetricLog:
         """
         for name in values:
             find_metric(name)
-        numbers = {name: float(value) for name, value in values.items()}
+        # One text for each name: all records are kept, and many names are put together anew.
+        numbers = {sys.intern(name): float(value) for name, value in values.items()}
         record = Record(self._stage, step, time.time(), numbers)
         self._append(METRICS_FILE, step, {"time": record.time, "values": numbers})
         self._history.append(record)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,8 @@ def read_metrics(run_dir: Path | str) -> list[Record]:
 
 def parse_record(line: Mapping[str, Any]) -> Record:
     """The record in one decoded line; KeyError, TypeError or ValueError if it is not one."""
-    values = {str(name): float(value) for name, value in dict(line["values"]).items()}
+    # One text for each name, of which a long run's records hold millions.
+    values = {sys.intern(str(name)): float(value) for name, value in dict(line["values"]).items()}
     return Record(str(line["stage"]), int(line["step"]), float(line["time"]), values)
 
 

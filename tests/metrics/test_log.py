@@ -96,6 +96,16 @@ def test_steps_that_another_folder_has_are_named(tmp_path, capsys):
     assert "metrics.jsonl has nothing of steps 3 to 4 of sft: another node" in said[1]
 
 
+def test_records_share_the_texts_of_their_names(tmp_path):
+    """A long run keeps all of its records."""
+    with open_log(tmp_path) as log:
+        for step in range(3):
+            log.log(step, {"/".join(["peak_memory_bytes", "train"]): 1.0})
+        kept = [*log.history, *read_metrics(tmp_path)]
+    assert len(kept) == 6
+    assert len({id(name) for record in kept for name in record.values}) == 1
+
+
 def test_starting_over_removes_the_stages_step_0_too(tmp_path):
     for _ in range(2):
         with open_log(tmp_path) as log:
