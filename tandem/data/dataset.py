@@ -57,7 +57,8 @@ _INLINE = {
     "(--dataset.inline-speakers reads the turns)",
     True: "prompts of the form Human: ... Assistant:, read as the turns that they show",
 }
-_CONTRADICTS = "the answers of an earlier pair the other way round"
+_TURNED = "the answers of an earlier pair the other way round"
+_RELABELLED = "the answer of an earlier row, labelled the other way"
 
 
 @dataclass(frozen=True)
@@ -308,10 +309,11 @@ class _Before:
         if content in self.contents:
             account.duplicate(sample.source)
         # Few rows begin as an earlier one does; the others need no second key.
-        if key in self.openings and sample.chosen is not None and sample.rejected is not None:
+        is_pair = sample.chosen is not None and sample.rejected is not None
+        if key in self.openings and (is_pair or sample.label is not None):
             turned = replace(sample, chosen=sample.rejected, rejected=sample.chosen)
             if content_key(turned) in self.contents:
-                account.note(_CONTRADICTS, sample.source)
+                account.note(_TURNED if is_pair else _RELABELLED, sample.source)
         self.contents.add(content)
         self.openings.add(key)
 

@@ -288,6 +288,19 @@ def test_pairs_that_contradict_an_earlier_one_are_counted(tmp_path: Path) -> Non
     assert ledger.datasets["b"].num_used == 2
 
 
+def test_labels_that_contradict_an_earlier_one_are_counted(tmp_path: Path) -> None:
+    def labelled(answer: str, label: bool) -> dict[str, object]:
+        return {"prompt": "q", "completion": answer, "label": label}
+
+    rows = [labelled("a", True), labelled("b", False), labelled("a", True), labelled("a", False)]
+    rows += [labelled("b", True), labelled("c", True), {"prompt": "q", "completion": "b"}]
+    ledger = load_data(DataConfig(heldout=0), [write(tmp_path / "a.jsonl", rows)], seed=0).ledger
+    account, note = ledger.datasets["a"], "the answer of an earlier row, labelled the other way"
+    assert account.notes[note] == 2
+    assert account.noted_at[note] == [f"{tmp_path / 'a.jsonl'}:{line}" for line in (4, 5)]
+    assert account.duplicates == 2
+
+
 def test_data_sets_of_one_name_get_names_of_their_own(tmp_path: Path) -> None:
     for folder in ("x", "y"):
         (tmp_path / folder).mkdir()
