@@ -243,6 +243,34 @@ def test_decoding_after_prefill_is_the_forward_to_the_bit(name: str, dtype: torc
     assert torch.equal(out, whole[x.cu_seqlens[1:].long() - 1])
 
 
+@pytest.mark.parametrize("broken", [torch.inf, torch.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_a_value_that_is_no_number_reaches_the_tokens_that_see_it_alone(
+    name: str, dtype: torch.dtype, broken: float
+) -> None:
+    case, length, at = CASES[name], 60, 21  # amid a tile of queries, and a block of keys
+    x = inputs(case, (length,), dtype)
+    leaves = [replace(x, q=x.q.detach().clone().requires_grad_()) for _ in range(2)]
+    upstream = torch.randn(at, case.query_heads, case.value_width).to(dtype)
+    whole = varlen(leaves[0], case)
+    (pull,) = torch.autograd.grad(whole[:at], leaves[0].q, upstream)
+    x.v[at, :, -1] = broken
+    out = varlen(leaves[1], case)
+    sees = torch.arange(length) >= at
+    if case.window:
+        sees[at + case.window :] = False
+    assert torch.equal(out[~sees], whole[~sees])
+    assert not bool(out[sees, :, -1].isfinite().any())
+    assert torch.equal(out[sees, :, :-1], whole[sees, :, :-1])
+    (got,) = torch.autograd.grad(out[:at], leaves[1].q, upstream)
+    assert torch.equal(got[:at], pull[:at])
+    paged = Paged.of(case, (length,), dtype)
+    for t in range(length):
+        made = paged.decode(x, case, [0], [t])
+        assert torch.equal(made.nan_to_num(7.0), out[t : t + 1].nan_to_num(7.0)), t
+
+
 def test_stored_numbers_are_the_ones_given() -> None:
     case = Case(2, 2, 20, 24)
     x = inputs(case, dtype=torch.bfloat16)

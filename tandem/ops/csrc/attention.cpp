@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "lanes.h"
 #include "threads.h"
 #include "tiles.h"
 
@@ -67,9 +68,9 @@ struct Normaliser {
 };
 
 struct Scratch {
-  Buffer<float> queries, scores, outputs, keys, values;
+  Buffer<float> queries, scores, outputs, keys, values, seen;
   Buffer<float> key_rows, grad_keys, grad_values, grad_outputs, grad_scores;
-  Buffer<const void*> key_blocks, value_blocks, row_blocks;
+  Buffer<const void*> key_blocks, value_blocks, row_blocks, seen_blocks;
   Buffer<Normaliser> norms;
 };
 
@@ -618,6 +619,37 @@ void value_tile(const Sum<float>& work, int64_t width) {
 
 #endif
 
+// ---- sums that are no numbers ----
+
+bool are_finite(const float* x, int64_t count) {
+  v16 total = {};  // 0 times a number is 0, times an inf or a NaN it is a NaN
+  for (int64_t i = 0; i < count; i += kLanes)
+    total = total + load_lanes(x + i, static_cast<int>(std::min<int64_t>(kLanes, count - i))) * 0.0f;
+  return sum(total) == 0.0f;
+}
+
+// A weight of 0 does not hide an inf or a NaN: where a query's sum is no number, this makes it again
+// of what the query sees, and zeros; a finite sum would keep its bits. weights: of the blocks from
+// first_block on, whose rows are `stride` apart.
+template <class T>
+void add_seen(const float* weights, const T* const* rows, int64_t stride, int64_t blocks,
+              int64_t first_block, int64_t query, const Kind& kind, int64_t width, float* out) {
+  const int64_t wide = row_width(width), first = kind.first_key(query) - first_block * kBlock;
+  Scratch& mine = scratch();
+  float* to = mine.seen.take(blocks * kBlock * wide);
+  const float** at = reinterpret_cast<const float**>(mine.seen_blocks.take(blocks));
+  const int64_t last = query - first_block * kBlock;
+  for (int64_t j = 0; j < blocks * kBlock; ++j, to += wide) {
+    if (j % kBlock == 0) at[j / kBlock] = to;
+    if (j < first || j > last) {
+      std::fill(to, to + wide, 0.0f);
+    } else {
+      copy_row(rows[j / kBlock] + j % kBlock * stride, width, 1.0f, to);
+    }
+  }
+  value_tile<1>(Sum<float>{weights, 0, at, blocks, last % kBlock + 1, wide, out, wide}, width);
+}
+
 // ---- one tile of queries ----
 
 // f(queries as a constant), of at most as many as a tile holds.
@@ -650,6 +682,11 @@ void attend_tile(const Tile& tile, const Kind& kind, float* out, Normaliser (&no
   value_tile<Q>(Sum<float>{s, stride, tile.values, tile.blocks, last, tile.v_stride, out,
                            row_width(tile.value_width)},
                 tile.value_width);
+  const int64_t wide = row_width(tile.value_width);
+  if (are_finite(out, Q * wide)) return;
+  for (int r = 0; r < Q; ++r)
+    add_seen(s + r * stride, tile.values, tile.v_stride, tile.blocks, tile.first_block,
+             tile.query + r, kind, tile.value_width, out + r * wide);
 }
 
 void attend(const Tile& tile, int64_t queries, const Kind& kind, float* out,
@@ -1136,11 +1173,11 @@ TANDEM_INLINE void differentiate(float* s, float* g, int64_t blocks, float lse, 
     v16 grad = weight * (load(g + b * kLanes) - delta);
     if (softcap != 0) {
       const v16 bent = score * (1.0f / softcap);
-      // A hidden key has weight 0 and a score far off, whose square must not make it NaN.
-      grad = select(score > 0.5f * kHidden, grad * (1.0f - bent * bent), v16{});
+      grad = grad * (1.0f - bent * bent);
     }
     store(s + b * kLanes, weight);
-    store(g + b * kLanes, grad);
+    // A hidden key has weight 0 and a score far off; neither that nor its value may make this a NaN.
+    store(g + b * kLanes, select(score < 0.5f * kHidden, v16{}, grad));
   }
 }
 
@@ -1181,6 +1218,10 @@ void backward_rows(const BackTile& tile, int64_t r, const Sizes& size, const Kin
   value_tile<Q>(Sum<float>{g, stride, tile.rows, tile.blocks, last, key_width, grad_queries,
                            key_width},
                 size.key_width);
+  if (are_finite(grad_queries, Q * key_width)) return;
+  for (int i = 0; i < Q; ++i)
+    add_seen(g + i * stride, tile.rows, key_width, tile.blocks, tile.first_block, tile.query + r + i,
+             kind, size.key_width, grad_queries + i * key_width);
 }
 
 template <class T>
@@ -1538,6 +1579,11 @@ void decode_values(const Paged<T>& in, const Decoded<T, V>& x, int64_t v_stride)
   for (int64_t i = 0; i < x.count; ++i) {
     const Item<T, V>& item = x.items[i];
     add(i * groups, groups, item.values, x.shared, item.own, item.query % kBlock + 1, false);
+    if (in.kind.first_key(item.query) % kBlock == 0) continue;  // sees all that has been added
+    if (are_finite(x.out + i * groups * value_width, groups * value_width)) continue;
+    for (int64_t q = i * groups; q < (i + 1) * groups; ++q)
+      add_seen(x.scores + q * x.stride, item.values, v_stride, item.own, x.first, item.query,
+               in.kind, size.value_width, x.out + q * value_width);
   }
 }
 
