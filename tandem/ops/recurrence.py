@@ -30,15 +30,14 @@ def causal_conv(
 
     Args:
         layer: its number, which finds its state in memory.
-        x: (N, C). weight: (C, W) or (C, 1, W), the current token's last, W at most 8. bias: (C,).
+        x: (N, C). weight: (C, W) or (C, 1, W), the current token's last, W of 1 to 8. bias: (C,).
     Returns:
         (N, C) in x's type, with gradient.
     """
     step = current_step()
     if isinstance(step, Recording):
-        width = weight.numel() // len(weight)
         known = step.states.get(layer, NO_STATE)
-        step.states[layer] = replace(known, conv=(width - 1, x.shape[1]))
+        step.states[layer] = replace(known, conv=(weight.shape[-1] - 1, x.shape[1]))
         step = step.packed
     if _native(x):
         conv = torch.ops.tandem

@@ -178,6 +178,13 @@ def test_no_rows_and_no_columns() -> None:
     assert torch.equal(dense.linear(torch.empty(2, 0), torch.empty(5, 0)), torch.zeros(2, 5))
     assert dense.rms_norm(torch.empty(0, 3), torch.ones(3), 1e-6).shape == (0, 3)
     assert dense.swiglu(torch.empty(0, 3), torch.empty(0, 3)).shape == (0, 3)
+    assert dense.swiglu(torch.empty(2, 3, 0), torch.empty(2, 3, 0)).shape == (2, 3, 0)
+    for rows, inputs, outputs in ((3, 4, 0), (0, 4, 2), (3, 0, 2)):
+        ones = [torch.ones(2, rows, inputs), torch.ones(outputs, inputs), torch.ones(outputs)]
+        pull = torch.ones(2, rows, outputs)
+        for one, gradient in zip(ones, gradients(dense.linear, ones, pull), strict=True):
+            assert gradient.shape == one.shape
+            assert bool((gradient == 2 * rows if one.dim() == 1 else gradient.isfinite()).all())
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(40, 24), (70, 130), (300, 65)])

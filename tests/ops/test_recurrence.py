@@ -297,13 +297,32 @@ def test_gates_are_torchs(how: str) -> None:
         assert_near(one, other, 1e-6)
 
 
+def test_a_convolution_over_no_channels(how: str) -> None:
+    x, weight = torch.empty(4, 0, requires_grad=True), torch.empty(0, 1, 3, requires_grad=True)
+    packed = Packed.of_lengths([3, 1], CPU)
+    for step in (packed, Recording(packed)):
+        with attending(step):
+            made = causal_conv(0, x, weight, None, silu=True)
+        found = torch.autograd.grad(made.sum(), (x, weight), allow_unused=True)
+        assert (made.shape, [one is None or one.shape for one in found]) == (
+            (4, 0), [(4, 0), (0, 1, 3)]
+        )  # fmt: skip
+
+
+def test_gates_of_no_heads(how: str) -> None:
+    x, bias = torch.empty(4, 0, requires_grad=True), torch.empty(0, requires_grad=True)
+    made = softplus(x, bias) + sigmoid(x)
+    found = torch.autograd.grad(made.sum(), (x, bias))
+    assert [one.shape for one in (made, *found)] == [(4, 0), (4, 0), (0,)]
+
+
 @bitwise
 def test_operands_that_do_not_fit_are_named() -> None:
     q, k, v, decay, beta = CASES["delta rule"].inputs(4)
     with attending(Packed.of_lengths([4], CPU)):
         with pytest.raises(RuntimeError, match="with H a multiple of G"):
             recurrence(0, q, k, v[:, :3], decay, beta)
-        with pytest.raises(RuntimeError, match="a weight \\(C, W\\), W at most 8"):
+        with pytest.raises(RuntimeError, match="a weight \\(C, W\\), W of 1 to 8"):
             causal_conv(0, torch.randn(4, 6), torch.randn(6, 9), None, silu=True)
     memory = KVMemory(
         [LayerShape(state=StateShape((3, 6)))], 1, dtype=torch.float32, device=CPU, num_slots=2

@@ -151,6 +151,7 @@ def test_cpp_and_plain_torch_agree_to_the_bit(
     codes, scales = quantize(x, code, runs)
     for out in QUANTIZABLE:
         both(lambda out=out: (dequantize(codes, scales, sum(runs), code, out, runs),))
+    both(lambda: quantize(x[:0, ::2], code))
 
 
 @pytest.mark.usefixtures("path")

@@ -114,7 +114,7 @@ struct Runs {
 
 void check_rows(const Tensor& tensor, const char* name, int64_t dim, int64_t width) {
   TORCH_CHECK(tensor.dim() == dim && tensor.size(-1) == width &&
-                  (width <= 1 || tensor.stride(-1) == 1),
+                  (width <= 1 || tensor.stride(-1) == 1 || !tensor.numel()),
               name, " must be ", dim, "-dimensional rows of ", width, " numbers one behind another");
 }
 

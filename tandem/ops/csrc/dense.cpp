@@ -190,7 +190,7 @@ struct Linear : Function<Linear> {
     const auto wants = ctx->saved_data["wants"].toBoolList();
     const auto saved = ctx->get_saved_variables();
     const Tensor &x = saved[0], &weight = saved[1];
-    const Tensor g = grads[0].contiguous().view({-1, grads[0].size(-1)});
+    const Tensor g = as_rows(grads[0].contiguous());
     Tensor grad_x, grad_weight, grad_bias;
     if (wants[0]) {
       auto sizes = grads[0].sizes().vec();

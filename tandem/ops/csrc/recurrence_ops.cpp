@@ -47,7 +47,7 @@ Slots<T> slots_of(const OptionalTensor& state, const OptionalTensor& of,
 
 // A weight (C, W) or (C, 1, W) as (W, C) in float32.
 Tensor turned_weight(const Tensor& weight) {
-  return weight.reshape({weight.size(0), -1}).t().to(at::kFloat).contiguous();
+  return weight.reshape({weight.size(0), weight.size(-1)}).t().to(at::kFloat).contiguous();
 }
 
 OptionalTensor wide(const OptionalTensor& x) {
@@ -62,8 +62,9 @@ struct Conv {
   Conv(const Tensor& x_, const Tensor& weight_, const OptionalTensor& bias_)
       : x(x_.dim() == 2 && x_.stride(1) != 1 ? x_.contiguous() : x_) {
     TORCH_CHECK(x.dim() == 2 && weight_.dim() >= 2 && weight_.size(0) == x.size(1) &&
-                    weight_.numel() / weight_.size(0) <= 8,
-                "causal_conv must get x (N, C) and a weight (C, W), W at most 8; got ", x.sizes(),
+                    weight_.size(-1) >= 1 && weight_.size(-1) <= 8 &&
+                    weight_.numel() == weight_.size(0) * weight_.size(-1),
+                "causal_conv must get x (N, C) and a weight (C, W), W of 1 to 8; got ", x.sizes(),
                 " and ", weight_.sizes(), ".");
     weight = turned_weight(weight_);
     bias = wide(bias_);
@@ -316,7 +317,7 @@ struct Softplus : Function<Softplus> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const auto saved = ctx->get_saved_variables();
     const Tensor slope = sigmoid(saved[0].to(at::kFloat) + saved[1].to(at::kFloat)) * grads[0];
-    const Tensor rows = slope.reshape({-1, saved[1].size(0)});
+    const Tensor rows = as_rows(slope);
     return {slope.to(saved[0].scalar_type()), rows.sum(0).to(saved[1].scalar_type())};
   }
 };

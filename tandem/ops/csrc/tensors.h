@@ -53,6 +53,14 @@ struct Reading {
   }
 };
 
+// A tensor (..., width) as (count, width), where width may be 0.
+inline at::Tensor as_rows(const at::Tensor& x) {
+  if (x.dim() == 2) return x;
+  int64_t count = 1;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) count *= x.size(d);
+  return x.reshape({count, x.size(-1)});
+}
+
 // A tensor as rows of `width` contiguous numbers, copied where its strides allow no such view; or
 // those of its rows that `chosen` (count,) int64 names.
 struct RowsOf {
@@ -60,7 +68,7 @@ struct RowsOf {
   int64_t count, width, stride;
 
   explicit RowsOf(const at::Tensor& x, const OptionalTensor& chosen = {})
-      : held(x.dim() == 2 ? x : x.reshape({-1, x.size(-1)})) {
+      : held(as_rows(x)) {
     if (held.stride(1) != 1 && held.size(1) != 1) held = held.contiguous();
     count = held.size(0);
     width = held.size(1);
