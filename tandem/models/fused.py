@@ -10,8 +10,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch.nn.functional as F
 from torch import nn
-from transformers.activations import GELUTanh, SiLUActivation
+from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
 from tandem.models.frozen import FrozenConv1D, FrozenLinear
@@ -28,6 +29,7 @@ from tandem.models.twin_layers import (
     TwinFrozenLinear,
     TwinGatedAttention,
     TwinGatedMLP,
+    TwinGELU,
     TwinJoinedMLP,
     TwinLayerNorm,
     TwinLinear,
@@ -35,6 +37,7 @@ from tandem.models.twin_layers import (
     TwinRMSNorm,
     TwinRotaryAttention,
     TwinScaledAttention,
+    TwinSiLU,
     TwinTokenEmbedding,
     TwinTokenHead,
 )
@@ -69,9 +72,22 @@ def fused(module: Any, kind: type[nn.Module]) -> Fused:
     if kind in (nn.Embedding, TokenEmbedding):
         looks_up = TwinEmbedding if kind is nn.Embedding else TwinTokenEmbedding
         return (looks_up if _only_looks_up(module) else kind), {}
+    if kind in _ACTIVATIONS:
+        return _activation(module, kind)
     if kind.__module__.startswith("transformers.") and kind.__name__ in _BY_NAME:
         return _BY_NAME[kind.__name__](module, kind)
     return packed_rope(module, kind)
+
+
+_ACTIVATIONS = (nn.SiLU, SiLUActivation, GELUActivation, GELUTanh)
+
+
+def _activation(module: Any, kind: type[nn.Module]) -> Fused:
+    """Not those in place, nor those that are written out in operations of their own."""
+    if kind in (nn.SiLU, SiLUActivation):
+        return (kind if getattr(module, "inplace", False) else TwinSiLU), {}
+    calls = getattr(module.act, "func", module.act)  # of the tanh GELU, a partial of torch's
+    return (TwinGELU if calls is F.gelu else kind), {"_tanh": kind is GELUTanh}
 
 
 _UNIT_OFFSET = ("Gemma", "VaultGemma", "Qwen3_5", "Qwen3Next")

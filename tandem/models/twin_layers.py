@@ -115,6 +115,22 @@ class TwinLayerNorm(nn.LayerNorm):
         return add_norm(x, delta, self.weight, self.bias, self.eps, CENTERED)
 
 
+class TwinSiLU(nn.Module):
+    """SiLU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., I) -> (..., I)."""
+        return dense.silu(x)
+
+
+class TwinGELU(nn.Module):
+    """GELU, or its tanh approximation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., I) -> (..., I)."""
+        return dense.gelu(x, tanh=bool(self._tanh))
+
+
 class TwinGatedMLP(nn.Module):
     """down(act(gate(x)) * up(x)), with SiLU or the tanh GELU."""
 

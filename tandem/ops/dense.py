@@ -93,6 +93,19 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     return turned(q), turned(k)
 
 
+def silu(x: Tensor) -> Tensor:
+    """x / (1 + e^-x), x (..., I); on a CPU a number's bits do not depend on its place, which
+    torch's do where vectors end."""
+    return _op("silu")(x) if _native(x) else F.silu(x)
+
+
+def gelu(x: Tensor, *, tanh: bool = False) -> Tensor:
+    """x times the normal distribution's share below x, or its tanh approximation; likewise."""
+    if _native(x):
+        return _op("gelu_tanh" if tanh else "gelu")(x)
+    return F.gelu(x, approximate="tanh" if tanh else "none")
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up (arXiv:2002.05202), both (..., I)."""
     if _native(gate) and gate.dtype == up.dtype:

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tandem.config.lora import LoraConfig
 from tandem.errors import ModelError, ShapeError
@@ -150,7 +150,33 @@ def test_halves_of_one_projection_are_gated_alike_by_any_number_of_threads(famil
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, pad_token_id=0,
         bos_token_id=1, eos_token_id=2, initializer_range=0.2,
     )  # fmt: skip
-    model = perturbed(new_causal_lm(config, seed=3))
+    require_equal_bits(perturbed(new_causal_lm(config, seed=3)))
+
+
+@pytest.mark.skipif(not native.available(), reason=native.why_not())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "activation"),
+    [
+        ("gpt_neox", "gelu"),
+        ("gpt_neox", "gelu_pytorch_tanh"),
+        ("persimmon", "silu"),
+        ("llama", "gelu"),
+    ],
+)
+def test_activations_without_a_gate_of_ours_are_as_steady(
+    family: str, activation: str, dtype: torch.dtype
+) -> None:
+    config = AutoConfig.for_model(
+        family, vocab_size=99, hidden_size=32, intermediate_size=1001, num_hidden_layers=2,
+        num_attention_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        initializer_range=0.2, hidden_act=activation,
+    )  # fmt: skip
+    require_equal_bits(perturbed(new_causal_lm(config, seed=3)).to(dtype))
+
+
+def require_equal_bits(model: PreTrainedModel) -> None:
+    """Decoding gives the packed forward's bits, and so does any number of threads."""
     assert check_twin(model).bitwise
     batch = ragged_batch(tuple(range(20, 40)))
     before = torch.get_num_threads()

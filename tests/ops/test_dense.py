@@ -414,6 +414,49 @@ def test_gated_activations_far_out(activation: Callable[[Tensor, Tensor], Tensor
     torch.testing.assert_close(got, plain(gate.double()).float(), rtol=1e-6, atol=1e-30)
 
 
+PLAIN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "silu": (dense.silu, lambda x: x * torch.sigmoid(x)),
+    "gelu": (dense.gelu, lambda x: x / 2 * torch.special.erfc(-x / 2**0.5)),
+    "gelu_tanh": (
+        lambda x: dense.gelu(x, tanh=True),
+        lambda x: x * torch.sigmoid((8 / math.pi) ** 0.5 * (x + 0.044715 * x**3)),
+    ),
+}
+"""Activations and their definitions, written so that nothing cancels in float64."""
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_activations_are_the_definitions(name: str, path: str) -> None:
+    ours, exact = PLAIN[name]
+    far = [-1e4, -90.0, -20.0, -12.0, -0.0, 0.0, 20.0, 90.0, 1e4, math.nan]
+    far += [math.inf] if path == "native" else []  # of which torch's vectors may make NaN
+    x = torch.cat([torch.linspace(-9, 9, 4001), torch.tensor(far)])
+    # Far below 0 torch takes the difference of two numbers near 1.
+    absolute = 1e-30 if path == "native" else 1e-6
+    want = exact(x.double()).float()
+    torch.testing.assert_close(ours(x), want, rtol=1e-5, atol=absolute, equal_nan=True)
+    half = x.bfloat16()
+    want = exact(half.double()).bfloat16()
+    torch.testing.assert_close(ours(half), want, rtol=2**-7, atol=absolute, equal_nan=True)
+    check_gradients(ours, [2 * normal(30, 44)])
+    check_gradients(lambda both: ours(both.chunk(2, -1)[1]), [2 * normal(3, 5, 41 * 2)])
+
+
+@pytest.mark.usefixtures("needs_native")
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_number_is_activated_alike_wherever_it_stands(
+    name: str, dtype: torch.dtype, threads: Callable[[int], None]
+) -> None:
+    ours, x = PLAIN[name][0], 3 * normal(701, 103, dtype=dtype)
+    whole = ours(x)
+    for count in (1, 2, 3):
+        threads(count)
+        assert torch.equal(ours(x), whole)
+        assert torch.equal(ours(x[:, 5:38]), whole[:, 5:38])
+        assert torch.equal(ours(x[3:5, 7, None]), whole[3:5, 7, None])
+
+
 @pytest.mark.parametrize("activation", [dense.swiglu, dense.geglu_tanh])
 def test_gradients_of_gated_activations(activation: Callable[[Tensor, Tensor], Tensor]) -> None:
     check_gradients(activation, [2 * normal(30, 44), normal(30, 44, seed=1)])

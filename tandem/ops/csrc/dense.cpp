@@ -1,5 +1,5 @@
 // The dense operations of a layer as torch operators, with gradients: linear, root-mean-square
-// norm, embedding, rotation, gated activations, log-probs of chosen tokens, drawing tokens.
+// norm, embedding, rotation, activations, log-probs of chosen tokens, drawing tokens.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/embedding_dense_backward.h>
@@ -453,7 +453,57 @@ TwoTensors rotary_autograd(const Tensor& q, const Tensor& k, const Tensor& cos, 
   return rotary(q, k, cos, sin);
 }
 
-// ---- gated activations ----
+// ---- activations ----
+
+template <class Act>
+Tensor active(const Tensor& x) {
+  TORCH_CHECK(x.dim() >= 1, "an activation's input must be (..., I); got ", x.sizes(), ".");
+  const RowsOf rows(x);
+  Tensor y = at::empty(x.sizes(), x.options());
+  for_dtype(x.scalar_type(), "an activation's input", [&](auto tag) {
+    using T = decltype(tag);
+    T* out = y.mutable_data_ptr<T>();
+    for_rows(rows.count, 4 * rows.width, [&](int64_t from, int64_t to) {
+      for (int64_t i = from; i < to; ++i)
+        active_row<Act>(rows.data<T>() + i * rows.stride, out + i * rows.width, rows.width);
+    });
+  });
+  return y;
+}
+
+template <class Act>
+struct Active : Function<Active<Act>> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    ctx->save_for_backward({x});
+    return active<Act>(x);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    check_first_derivative("an activation");
+    const Tensor x = ctx->get_saved_variables()[0];
+    const RowsOf g(grads[0]), rows(x);
+    Tensor grad = at::empty(x.sizes(), x.options());
+    for_dtype(x.scalar_type(), "an activation's input", [&](auto tag) {
+      using T = decltype(tag);
+      T* out = grad.mutable_data_ptr<T>();
+      for_rows(rows.count, 4 * rows.width, [&](int64_t from, int64_t to) {
+        for (int64_t i = from; i < to; ++i)
+          active_row_backward<Act>(g.data<T>() + i * g.stride, rows.data<T>() + i * rows.stride,
+                                   out + i * rows.width, rows.width);
+      });
+    });
+    return {grad};
+  }
+};
+
+template <class Act>
+Tensor active_autograd(const Tensor& x) {
+  if (records(x)) return Active<Act>::apply(x);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return active<Act>(x);
+}
+
 
 template <class Act>
 Tensor gated(const Tensor& gate, const Tensor& up) {
@@ -671,6 +721,9 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.def("add_rows(Tensor(a!) total, Tensor ids, Tensor rows, int padding) -> ()");
   m.def("rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset) -> Tensor");
   m.def("rotary(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
+  m.def("silu(Tensor x) -> Tensor");
+  m.def("gelu(Tensor x) -> Tensor");
+  m.def("gelu_tanh(Tensor x) -> Tensor");
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
   m.def("geglu_tanh(Tensor gate, Tensor up) -> Tensor");
   m.def("token_logprobs(Tensor logits, Tensor targets, float temperature, bool with_entropy,"
@@ -692,6 +745,9 @@ TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("add_rows", &add_rows);
   m.impl("rms_norm", &rms_norm_cpu);
   m.impl("rotary", &rotary);
+  m.impl("silu", &active<Silu>);
+  m.impl("gelu", &active<Gelu>);
+  m.impl("gelu_tanh", &active<GeluTanh>);
   m.impl("swiglu", &gated<Silu>);
   m.impl("geglu_tanh", &gated<GeluTanh>);
   m.impl("token_logprobs", &token_logprobs);
@@ -703,6 +759,9 @@ TORCH_LIBRARY_IMPL(tandem, Autograd, m) {
   m.impl("embedding", &embedding_autograd);
   m.impl("rms_norm", &rms_norm_autograd);
   m.impl("rotary", &rotary_autograd);
+  m.impl("silu", &active_autograd<Silu>);
+  m.impl("gelu", &active_autograd<Gelu>);
+  m.impl("gelu_tanh", &active_autograd<GeluTanh>);
   m.impl("swiglu", &gated_autograd<Silu>);
   m.impl("geglu_tanh", &gated_autograd<GeluTanh>);
   m.impl("token_logprobs", &token_logprobs_autograd);

@@ -147,7 +147,7 @@ TANDEM_INLINE void rope_heads(const T* x, const T* cos, const T* sin, T* y, int6
   for (; h < heads; ++h) rope_row<back>(x + h * D, cos, sin, y + h * D, D, R);
 }
 
-// ---- gated activations ----
+// ---- activations ----
 
 struct Silu {
   static TANDEM_INLINE v16 value(v16 x) { return x / (1.0f + exp(-x)); }
@@ -169,6 +169,51 @@ struct GeluTanh {
     return s * (1.0f + x * (1.0f - s) * inner);
   }
 };
+
+// x Phi(x), of which Phi(-|x|) is e^(-x^2 / 2) w(|x|): no difference of nearly equal numbers. w falls
+// from 1/2 as 1/|x|; (1 + 1.25 |x|) w, a polynomial of (|x| - 3) / (|x| + 3), is fitted to 2e-8.
+struct Gelu {
+  static constexpr float kDensity = 0.39894228040143268f;  // of a normal at 0
+
+  static TANDEM_INLINE v16 bell(v16 x) { return exp_below(x * x * -0.5f); }
+  static TANDEM_INLINE v16 phi(v16 x, v16 bell) {
+    const v16 size = from_bits(bits(x) & 0x7FFFFFFFu), q = 1.0f - 6.0f / (size + 3.0f);
+    v16 p = q * 7.686010e-5f + 3.4915549e-5f;
+    p = p * q + -6.2306837e-4f;
+    p = p * q + -3.7651206e-4f;
+    p = p * q + 3.9793202e-3f;
+    p = p * q + 7.3099311e-4f;
+    p = p * q + -2.9938364e-2f;
+    p = p * q + 6.8007275e-2f;
+    p = p * q + -5.1347058e-2f;
+    p = p * q + -6.9057755e-2f;
+    p = p * q + 5.7719123e-1f;
+    const v16 below = bell * p / (1.0f + size * 1.25f);
+    return select(x < 0.0f, below, 1.0f - below);
+  }
+  static TANDEM_INLINE v16 value(v16 x) { return x * phi(x, bell(x)); }
+  static TANDEM_INLINE v16 slope(v16 x) {
+    const v16 density = bell(x);
+    return phi(x, density) + x * density * kDensity;
+  }
+};
+
+// y (I,) = act(x).
+template <class Act, class T>
+TANDEM_INLINE void active_row(const T* x, T* y, int64_t I) {
+  for_columns(I, [&](int64_t i, int lanes) {
+    store_lanes(y + i, Act::value(load_lanes(x + i, lanes)), lanes);
+  });
+}
+
+// The gradient of x.
+template <class Act, class T>
+TANDEM_INLINE void active_row_backward(const T* grad_y, const T* x, T* grad_x, int64_t I) {
+  for_columns(I, [&](int64_t i, int lanes) {
+    const v16 slope = Act::slope(load_lanes(x + i, lanes));
+    store_lanes(grad_x + i, load_lanes(grad_y + i, lanes) * slope, lanes);
+  });
+}
 
 // y (I,) = act(gate) * up; act(gate) is rounded to T before the product. y may be gate or up.
 template <class Act, class T>
