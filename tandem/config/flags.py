@@ -28,7 +28,7 @@ from tandem.config.load import (
     show_note,
     without_presets,
 )
-from tandem.config.nearest import SHORT_NAMES, advice
+from tandem.config.nearest import SHORT_NAMES, advice, empty_list
 from tandem.config.pages import flag_lines
 from tandem.config.schema import RunConfig
 from tandem.config.spellings import conversion, knob_meant, listed, note_of, plain
@@ -65,6 +65,7 @@ def parse_run_flags(
     wrong: Sequence[str] = (),
     note: Callable[[str], None] = show_note,
     reader: Reader | None = None,
+    program: str = "",
 ) -> RunConfig:
     """The configuration from flags, over `--config FILE`, over the defaults.
 
@@ -73,12 +74,13 @@ def parse_run_flags(
         wrong: problems with the rest of the command line, to be reported together with these.
         note: gets one line on names that were read as others (earlier ones, other trainers').
         reader: what the command reads, if it is neither.
+        program: the command that was typed, if it is another one that takes `command`'s flags.
     Raises:
         ConfigError: all unknown flags (with the nearest ones), wrong types and ranges in flags and
             file at once; if there are none, what is wrong between knobs.
     """
     hints = knob_types()
-    line = _CommandLine(command, argv, reader=reader)
+    line = _CommandLine(command, argv, reader=reader, program=program)
     stages = [command if reader is None else reader.stage]
     section = "" if command == "train" else stage_of(stages[0]).section
     config, values, notes, in_file = read_named(line.given.get("config"), section)
@@ -87,7 +89,7 @@ def parse_run_flags(
     if command == "train":
         stages = _read(line.given.get("stages", config.stages), hints["stages"])
         if (section := rl_stage(stages).section) != rl_stage(DEFAULT).section:
-            line = _CommandLine(command, argv, section)
+            line = _CommandLine(command, argv, section, program=program)
     given = {name: value for name, value in line.given.items() if name != "config"}
     problems = [*wrong, *line.problems, *_without_a_reader(line.undotted, stages), *in_file]
     if reader is not None:
@@ -213,18 +215,19 @@ class _CommandLine:
 
     Args:
         rl: the section whose knobs short flags set; empty: the command's, or the default's.
-        reader: as for `parse_run_flags`.
+        reader, program: as for `parse_run_flags`.
     """
 
     def __init__(
-        self, command: str, argv: Sequence[str], rl: str = "", reader: Reader | None = None
-    ) -> None:
+        self, command: str, argv: Sequence[str], rl: str = "", *, reader: Reader | None = None,
+        program: str = "",
+    ) -> None:  # fmt: skip
         self.given: dict[str, Any] = {}
         self.notes: list[str] = []
         self.problems: list[str] = []
         self.undotted: dict[str, str] = {}
         self.parts: list[tuple[str, list[str]]] = []
-        self._command = command
+        self._command, self._program = command, program or command
         self._rl = rl
         stage = command if reader is None else reader.stage
         self._section = "" if stage == "train" else stage_of(stage).section
@@ -257,6 +260,9 @@ class _CommandLine:
                 self.problems.append(self._again(name, flag, values if is_list else []))
             if not name:
                 self.problems.append(self._unknown(flag))
+            elif is_list and not values:
+                self.given.pop(name, None)
+                self.problems.append(empty_list(_flag(name), knob_types()[name]))
             elif is_list:
                 self.given[name] = values
             elif knob_types().get(name) is bool:
@@ -313,7 +319,7 @@ class _CommandLine:
 
     def _unknown(self, flag: str) -> str:
         hint = self._hint(flag) or f"See tandem {self._command} {self._help}."
-        return f"{flag} is not a flag of tandem {self._command}. {hint}"
+        return f"{flag} is not a flag of tandem {self._program}. {hint}"
 
     def _hint(self, flag: str) -> str:
         """What to write instead of an unknown flag; empty if nothing is close."""
@@ -340,6 +346,8 @@ def _read(value: Any, hint: Any) -> Any:
         return _SWITCH.get(value.lower(), value)
     if typing.get_origin(hint) is tuple:
         item_hint = typing.get_args(hint)[0]
+        if value == [""]:
+            return []
         if item_hint is not str:  # 2,4,4 is as good as 2 4 4; a path may hold a comma
             value = [word for words in value for word in words.split(",") if word]
         return [_read(word, item_hint) for word in value]

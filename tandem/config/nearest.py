@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, get_args
 
 from tandem.config.spellings import (
     alias_knobs,
@@ -67,6 +68,13 @@ def advice(
     ):
         sentences.insert(0, f"Did you mean {listed([spell(name) for name in near])}?")
     return " ".join(sentences)
+
+
+def empty_list(flag: str, hint: Any) -> str:
+    """What is wrong with a flag that takes a list, of type `hint`, and got no value."""
+    options = get_args(get_args(hint)[0])
+    values = f"some of {listed(options, 'and')}" if options else "its values"
+    return f"{flag} must have values; got none. Write {values} behind it, or {flag} '' for none"
 
 
 def nearest_knobs(wanted: str, known: Iterable[str], sections: Sequence[str] = ()) -> list[str]:

@@ -39,6 +39,7 @@ class Shape:
     all layers together, in the type that computes and in float32. state, state_floats: numbers of
     their states per sequence, likewise. keyless: how many of them have no attention beside it.
     others: kinds of layers that are counted as attention's, but are not.
+    is_sliceable: tensor-parallel generation has a plan for its layers.
     """
 
     parameters: int
@@ -62,6 +63,7 @@ class Shape:
     state_floats: int = 0
     keyless: int = 0
     others: tuple[str, ...] = ()
+    is_sliceable: bool = True
 
     @cached_property
     def linear_weights(self) -> int:
@@ -76,8 +78,8 @@ class Shape:
     def slices_into(self, parts: int, block: int = 1) -> bool:
         """Whether tensor-parallel generation can divide heads and widths among `parts` ranks, as
         `models.slice_plans.check_sliceable` asks; block: weights that have one scale."""
-        if parts == 1:
-            return True
+        if parts == 1 or not self.is_sliceable:
+            return parts == 1
         widths = (self.query_width, self.inner)
         is_even = not any(number % parts for number in (self.heads, *widths))
         are_whole = not any(width // parts % block for width in widths)

@@ -30,6 +30,7 @@ from tandem.models.fused import mixer_size
 from tandem.models.hf_logging import quiet
 from tandem.models.load import embedding_rows
 from tandem.models.lora import adaptable
+from tandem.models.slice_plans import has_slice_plan
 
 __all__ = ["Shape", "shape_of"]
 
@@ -64,6 +65,7 @@ def shape_of(
         untied_head=_untied_head(model),
         is_scalar=scalar,
         whole_blocks=text.model_type in WHOLE_BLOCKS and not getattr(text, "mlp_bias", False),
+        is_sliceable=has_slice_plan(text),
         **_mixers(model),
     )
 

@@ -147,6 +147,12 @@ def slice_plan(config: PreTrainedConfig) -> SlicePlan:
     return _PLANS[config.get_text_config().model_type]
 
 
+def has_slice_plan(config: PreTrainedConfig) -> bool:
+    """Whether a family has a plan, and no longrope (`check_sliceable`)."""
+    config = config.get_text_config()
+    return config.model_type in _PLANS and longrope_border(config) is None
+
+
 def heads_of(config: PreTrainedConfig) -> Heads:
     """Of a layer; in families with a plan all are alike."""
     return attention_heads(config.get_text_config())[0]

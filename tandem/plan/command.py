@@ -49,7 +49,7 @@ def parse_sweep(args: Sequence[str]) -> tuple[Sweep, bool]:
         parser.refuse_typo(rest)
         raise ConfigError("tandem sweep must get --sweep-dir DIR; got none. Name a folder.")
     try:
-        config = parse_run_flags(rest, "train")
+        config = parse_run_flags(rest, "train", program="sweep")
     except ConfigError:
         parser.refuse_typo(rest)
         raise

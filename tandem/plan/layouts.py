@@ -309,7 +309,7 @@ def flags_of(changes: Knobs) -> list[str]:
         if isinstance(value, bool):
             words.append(f"--{text}" if value else f"--no-{text}")
         elif isinstance(value, list | tuple):
-            words += [f"--{text}", *map(str, value)]
+            words += [f"--{text}", *(map(str, value) if value else [""])]
         else:
             words += [f"--{text}", str(value)]
     return words

@@ -125,6 +125,11 @@ def asked_of(
         )
     if not can_slice(config, models):
         shape, parallel = next(iter(models.values())).policy, config.parallel
+        if not shape.is_sliceable:
+            raise ConfigError(
+                "--inference-tp-size must be 1 for a model that generation cannot slice; got "
+                f"{parts} for {policy.get('model_type')!r}. Remove it."
+            )
         raise ConfigError(
             "--inference-tp-size must divide the policy's heads, key/value heads (or be a multiple "
             "of them) and inner width, with --frozen-weights into whole blocks; got "
@@ -157,7 +162,7 @@ def models_of(config: RunConfig, policy: Mapping[str, Any], value: Mapping[str, 
 def _asked(options: Any, rest: Sequence[str]) -> Asked:
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr)  # noqa: E731
     try:
-        config = parse_run_flags(rest, "train", note=say)
+        config = parse_run_flags(rest, "train", note=say, program="plan")
     except ConfigError:
         _parser().refuse_typo(rest)
         raise

@@ -158,7 +158,8 @@ def _verdict(console: Console, laid: Laid, others: Sequence[Laid], limit: float 
         _say(console, f"  none fits; the smallest: {size_text(smallest.peak)}: {smallest.flags()}")
     adapted = [other for other in others if not other.trains_alike and other.fits(limit)][:1]
     for other in adapted:
-        _say(console, f"  yes {_time_and_peak(other)}, trains adapters alone: {other.flags()}")
+        kind = "trains only adapters" if "lora.rank" in other.changes else "a rounded base"
+        _say(console, f"  yes {_time_and_peak(other)}, {kind}: {other.flags()}")
     for other, why in failures(alike, limit, 3):
         _say(console, f"  no  {other.flags()}: {why}")
 

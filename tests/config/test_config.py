@@ -117,6 +117,15 @@ def test_a_missing_file() -> None:
         ),
         ("stray", "'stray' belongs to no flag"),
         ("--seed", "--seed must have a value; got none"),
+        (
+            "--offload --seed 3",
+            "--parallel.offload must have values; got none. Write some of optimizer, params,",
+        ),
+        (
+            "--parallel.offload --seed 3",
+            "reference and reward behind it, or --parallel.offload '' for none",
+        ),
+        ("--sft-data", "--sft-data must have values; got none. Write its values behind it, or"),
         ("--lr 1e-4", "Did you mean --sft.learning-rate, --reward.learning-rate, --ppo.actor.lea"),
         ("--sft.lr 1e-4", "--sft.lr is not a flag of tandem train. Did you mean --sft.learning-r"),
         ("--no-emma", "--no-emma is not a flag of tandem train. Did you mean --ema?"),
@@ -159,6 +168,14 @@ def test_a_flag_that_is_given_twice_is_refused(flags: str, part: str) -> None:
     words = f"--actor-model x --data y {flags}".split()
     with pytest.raises(ConfigError, match=part):
         parse_run_flags(words, "train", note=lambda line: None)
+
+
+def test_an_empty_list_is_written_as_an_empty_value(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("actor_model: x\ndata: [y]\nsft_data: [z]\nparallel: {offload: [reward]}\n")
+    flags = ["--config", str(file), "--offload", "", "--sft-data="]
+    config = parse_run_flags(flags, "train")
+    assert (config.parallel.offload, config.sft_data) == ((), ())
 
 
 def test_flags_take_the_place_of_those_that_set_the_same_knobs() -> None:

@@ -19,6 +19,7 @@ from transformers import AutoConfig
 from tandem.cli import main
 from tandem.config.flags import parse_run_flags, with_flags
 from tandem.config.load import dump_config
+from tandem.config.schema import RunConfig
 from tandem.errors import ConfigError, ModelError
 from tandem.models.quantized import BLOCKS
 from tandem.models.slice_plans import check_sliceable
@@ -27,6 +28,7 @@ from tandem.plan.again import predict_again
 from tandem.plan.auto_layout import choose_layout
 from tandem.plan.grade import grade_table, grade_values, non_negative, refit
 from tandem.plan.layout_flags import memory_bytes, take_layout_flags
+from tandem.plan.layouts import Laid
 from tandem.plan.plan_command import asked_of
 from tandem.predict.constants import SHIPPED
 from tandem.predict.hardware import as_values, find_hardware
@@ -291,6 +293,35 @@ def test_no_layout_slices_what_a_run_would_refuse_to_slice() -> None:
     assert (2, "int8") not in tried
 
 
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [
+        ("phi", {}),
+        ("olmo", {}),
+        ("falcon", {}),
+        ("mixtral", {"num_local_experts": 2}),
+        ("phi3", {"pad_token_id": 0}),
+        ("phi3", {"pad_token_id": 0, "max_position_embeddings": 8192, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32,
+            "long_factor": [2.0] * 32, "original_max_position_embeddings": 1024}}),
+    ],
+)  # fmt: skip
+def test_a_plan_slices_the_families_that_a_run_slices(
+    model_type: str, sizes: dict[str, Any]
+) -> None:
+    config = AutoConfig.for_model(
+        model_type, hidden_size=512, intermediate_size=1024, num_hidden_layers=1,
+        num_attention_heads=8, num_key_value_heads=8, vocab_size=64, bos_token_id=0,
+        eos_token_id=0, **sizes,
+    )  # fmt: skip
+    try:
+        check_sliceable(config, 2)
+        is_taken = True
+    except ModelError:
+        is_taken = False
+    assert shape_for(config.to_dict()).slices_into(2) == is_taken
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize(("heads", "keys"), [(12, 1), (12, 2), (12, 4), (12, 6), (16, 16)])
 @pytest.mark.parametrize("frozen", ["", "nf4", "int8"])
@@ -317,6 +348,36 @@ def test_slices_that_a_run_would_refuse_are_not_planned(capsys: pytest.CaptureFi
     assert main(["plan", *flags, "--actor-zero-stage", "3", "--inference-tp-size", "3"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--inference-tp-size must divide the ranks; got 3 for 8" in line
+
+
+def test_a_family_that_is_not_sliced_gets_no_slices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bloom = str(tmp_path)
+    AutoConfig.for_model("bloom", hidden_size=256, n_head=8, n_layer=2).save_pretrained(bloom)
+    own = ("--actor-zero-stage", "3", "--critic-zero-stage", "3")
+    assert {parts for parts, _ in _tried(bloom, *own)} == {1}
+    flags = ["--actor-model", bloom, "--hardware", "8xL4", "--no-data", *own]
+    assert main(["plan", *flags, "--inference-tp-size", "2"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "must be 1 for a model that generation cannot slice; got 2 for 'bloom'. Rem" in line
+
+
+def test_an_unknown_flag_is_refused_in_the_name_of_the_command_that_was_typed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--temprature", "1", "--foo"]) == 2
+    line = capsys.readouterr().err
+    assert "--temprature is not a flag of tandem plan. Did you mean --sampling.temperature?" in line
+    assert "--foo is not a flag of tandem plan. See tandem train --help-all" in line
+    assert main(["sweep", "--sweep-dir", str(tmp_path), "--temprature", "1"]) == 2
+    assert "--temprature is not a flag of tandem sweep." in capsys.readouterr().err
+
+
+def test_a_layout_that_clears_a_list_is_shown_as_it_can_be_typed() -> None:
+    flags = Laid({"parallel.offload": []}, RunConfig(), ()).flags()
+    assert flags == "--offload ''"
+    assert parse_run_flags(shlex.split(f"--actor-model x --data y {flags}"), "train")
 
 
 def test_layout_flags_are_taken_off() -> None:
