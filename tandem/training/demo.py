@@ -6,7 +6,7 @@ A small Llama starts from new weights with its own tokenizer, so nothing is need
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tandem.engine.scoring import place_scorer
 from tandem.metrics.report import write_report
 from tandem.models.load import load_causal_lm, load_tokenizer, new_causal_lm
 from tandem.models.save import save_model
+from tandem.text import visible_lines
 from tandem.training.compare import answer, first_of_each, policies
 from tandem.training.own_folder import require_run_folder
 from tandem.training.run_folder import Run
@@ -101,7 +102,7 @@ def _sides(pairs: Sequence[PairRow]) -> tuple[list[Any], list[Any]]:
 
 
 def _talk(config: RunConfig, run: Run, rows: StepRows) -> list[Table]:
-    """A few held-out prompts with the answers of the model that was trained last."""
+    """A few held-out prompts with the models' answers."""
     held_out = rows.heldout_prompts
     prompts: list[PromptRow] = [held_out[place] for place in first_of_each(held_out, 4)]
     models = dict(policies(run))
@@ -111,17 +112,26 @@ def _talk(config: RunConfig, run: Run, rows: StepRows) -> list[Table]:
         label: answer(load_causal_lm(source), prompts, rows, run.settings).responses
         for label, source in chosen.items()
     }
-    tables = []
-    for i, prompt in enumerate(prompts):
-        table = Table(title=Text(prompt.messages[-1].content), title_justify="left")
-        table.add_column("model")
-        table.add_column("answer", overflow="fold")
-        table.add_column("rule", justify="right")
-        for label, texts in answers.items():
-            verdict = judge(prompt.messages[-1].content, texts[i])
-            table.add_row(label, Text(texts[i]), f"{verdict.score:.2f}")
-        tables.append(table)
-    return tables
+    return [
+        answer_table(
+            prompt.messages[-1].content, {name: found[i] for name, found in answers.items()}
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def answer_table(prompt: str, answers: Mapping[str, str]) -> Table:
+    """A prompt, with each model's answer and the rule's score of it.
+
+    An untrained model writes any characters: those that would steer a terminal are escaped.
+    """
+    table = Table(title=Text(visible_lines(prompt)), title_justify="left")
+    table.add_column("model")
+    table.add_column("answer", overflow="fold")
+    table.add_column("rule", justify="right")
+    for label, text in answers.items():
+        table.add_row(label, Text(visible_lines(text)), f"{judge(prompt, text).score:.2f}")
+    return table
 
 
 def _table(judged: dict[str, dict[str, float]]) -> Table:

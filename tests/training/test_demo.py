@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tandem.errors import CheckpointError
 from tandem.metrics.log import read_metrics
-from tandem.training.demo import demo
+from tandem.training.demo import answer_table, demo
 
 
 @pytest.mark.slow
@@ -31,3 +32,11 @@ def test_a_folder_with_other_things_is_left_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"an empty one; got .* with 'thesis\.txt'"):
         demo(str(tmp_path))
     assert [found.name for found in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_an_answer_of_control_characters_does_not_reach_the_terminal() -> None:
+    console = Console(width=80, force_terminal=True, color_system=None)
+    with console.capture() as shown:
+        console.print(answer_table("Name two colors.", {"base": "red\x1b]0;owned\x07\x08blue"}))
+    assert r"red\x1b]0;owned\x07\x08blue" in shown.get()
+    assert "\x1b" not in shown.get()
