@@ -16,6 +16,9 @@ from itertools import chain, pairwise
 
 from transformers import PreTrainedTokenizerBase
 
+from tandem.data.excerpt import excerpt
+from tandem.errors import DataError
+
 _PRIVATE_USE = range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)
 _UNWRITABLE = re.compile("[\ud800-\udfff]")
 
@@ -81,6 +84,17 @@ class ControlTokens:
         """The longest control string that `text` ends with, or ""."""
         lengths = range(min(self.longest, len(text)), 0, -1)
         return next((text[-n:] for n in lengths if text[-n:] in self.ids), "")
+
+    def require_writable(self, text: str, where: str) -> None:
+        """
+        Raises:
+            DataError: a character of the text cannot be neutralized (`unwritable`).
+        """
+        if char := self.unwritable(text):
+            raise DataError(
+                f"{where}: text must hold no half of a surrogate pair and no character that is a "
+                f"control token; got {excerpt(char)}. Remove it from the text."
+            )
 
     def unwritable(self, text: str) -> str:
         """The first character of `text` that no cut can neutralize, or "".

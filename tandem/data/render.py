@@ -173,6 +173,13 @@ class Renderer:
         ids, _ = self._encode(parts, mark, where)
         return PromptRow(tuple(ids), tuple(turns), dict(columns or {}), source, listed)
 
+    def fewest_tokens(self, messages: Sequence[Message], tools: str = "") -> int:
+        """Tokens that `prompt` has at least, by its characters; 0 if that is not known."""
+        with in_time("prompt"):
+            cut, mark, template = self._cut(messages, tools, IN_MEMORY)
+            _, text = template.text(cut, mark, visible(str(IN_MEMORY)))
+        return self.pieces.fewest(text.replace(mark, ""))
+
     def conversation(
         self,
         messages: Sequence[Message],
@@ -258,7 +265,7 @@ class Renderer:
         Raises:
             DataError: the tokenizer refuses the text.
         """
-        self._check_text(text, source)
+        self._control.require_writable(text, visible(str(source)))
         mark = free_mark([text])
         # A tokenizer treats the start of a text like the text after its BOS.
         body = self.pieces.encode(self._control.cut(text, mark), mark, "", visible(str(source)))
@@ -369,7 +376,7 @@ class Renderer:
             texts += texts_of(message)
         texts += tool_texts(tools)
         for text in texts:
-            self._check_text(text, source)
+            self._control.require_writable(text, visible(str(source)))
         mark = free_mark([template.source, *texts])
         change = each(partial(self._control.cut, mark=mark))
         if tools:
@@ -377,13 +384,6 @@ class Renderer:
         has_more = tools or any(m.tool_calls for m in messages)
         template = template.given(tools, mark if has_more else "")
         return [changed_turn(m, change) for m in messages], mark, template
-
-    def _check_text(self, text: str, source: Source) -> None:
-        if char := self._control.unwritable(text):
-            raise DataError(
-                f"{visible(str(source))}: text must hold no half of a surrogate pair and no "
-                f"character that is a control token; got {excerpt(char)}. Remove it from the text."
-            )
 
     def _frame(self) -> tuple[str, frozenset[str]]:
         template, tokenizer = self._template, self.pieces.tokenizer

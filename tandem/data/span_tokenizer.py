@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tandem.data.control import ControlTokens, free_mark
 from tandem.data.excerpt import excerpt
+from tandem.data.token_bound import TokenBound, token_bound
 from tandem.errors import DataError, ModelError
 
 # Characters that are usually not merged with what follows, the most likely first.
@@ -71,6 +72,14 @@ class PieceTokenizer:
                 ids += self._encode_piece(piece, before, where)
                 before = piece
         return ids
+
+    def fewest(self, text: str) -> int:
+        """Tokens that a text has at least, by its characters; 0 if that is not known."""
+        return self._bound.fewest(text) if self._bound else 0
+
+    @cached_property
+    def _bound(self) -> TokenBound | None:
+        return token_bound(self.tokenizer.backend_tokenizer) if self._encodes_plainly else None
 
     def decoded_around(
         self, words: Iterable[str], lead: str, trail: str, before: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tandem.data.changed_json import texts_of
 from tandem.data.render import IN_MEMORY, Renderer
 from tandem.data.thinking import thoughts_behind, thoughts_within
 from tandem.data.thoughts import NO_THOUGHTS, ThoughtForm
@@ -44,6 +45,7 @@ async def prepare_chat(
     continues: bool = False,
     wish: Wish = NO_WISH,
     variables: tuple[tuple[str, str], ...] = (),
+    most: int | None = None,
 ) -> Prepared:
     """A conversation as ids, up to where the assistant begins.
 
@@ -52,6 +54,7 @@ async def prepare_chat(
         continues: the last turn is the beginning of the answer; the ids end with it.
         wish: the form that answers must have.
         variables: of the chat template, that are set.
+        most: tokens; a prompt that surely has more is refused before it is tokenized.
     Raises:
         ApiError: the template or the tokenizer refuses it, or shows no tools, or the form cannot
             be followed.
@@ -64,6 +67,7 @@ async def prepare_chat(
         except ModelError as error:
             raise ApiError(str(error), "chat_template_kwargs") from None
         try:
+            refuse_long(renderer, messages[:-1] if continues else messages, tools, most)
             if continues:
                 return _begun(renderer, messages, wish)
             row = renderer.prompt(messages, tools=tools)
@@ -107,6 +111,31 @@ def _begun(renderer: Renderer, messages: Sequence[Message], wish: Wish) -> Prepa
     )
 
 
+def refuse_long(
+    renderer: Renderer, messages: Sequence[Message], tools: str, most: int | None
+) -> None:
+    """Refuse a conversation that surely has more than `most` tokens, before it is tokenized.
+
+    Raises:
+        ApiError: it has.
+        DataError: the template refuses it.
+    """
+    said = "".join([tools, *(text for turn in messages for text in texts_of(turn))])
+    if most is None or len(said) <= most or renderer.pieces.fewest(said) <= most:
+        return  # without another rendering
+    if (fewest := renderer.fewest_tokens(messages, tools)) > most:  # a template may leave some out
+        raise _too_long(fewest, most, "messages")
+
+
+def _too_long(fewest: int, most: int, name: str) -> ApiError:
+    return ApiError(
+        f"this model's maximum context length is {most} tokens; got at least {fewest} tokens of "
+        f"{name}. Shorten them.",
+        name,
+        code="context_length_exceeded",
+    )
+
+
 def no_tools() -> ApiError:
     """What is said where a model would not see the tools."""
     return ApiError(
@@ -118,12 +147,18 @@ def no_tools() -> ApiError:
 
 
 async def prepare_text(
-    service: Service, loaded: Loaded, prompt: Prompt, wish: Wish = NO_WISH
+    service: Service,
+    loaded: Loaded,
+    prompt: Prompt,
+    wish: Wish = NO_WISH,
+    *,
+    most: int | None = None,
 ) -> Prepared:
     """A text or ids, as they are.
 
     Args:
         wish: the form that what follows must have.
+        most: as for `prepare_chat`.
     Raises:
         ApiError: the tokenizer refuses the text, the model does not have a token, or the form
             cannot be followed.
@@ -131,6 +166,11 @@ async def prepare_text(
 
     def rendered() -> Prepared:
         """In a thread: a long text takes a while."""
+        fewest = len(prompt)
+        if most is not None and fewest > most and isinstance(prompt, str):
+            fewest = loaded.renderer.pieces.fewest(prompt)
+        if most is not None and fewest > most:
+            raise _too_long(fewest, most, "prompt")
         if isinstance(prompt, str):
             try:
                 ids = loaded.encode(prompt)

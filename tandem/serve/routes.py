@@ -35,6 +35,7 @@ from tandem.serve.preparing import (
     no_tools,
     prepare_chat,
     prepare_text,
+    refuse_long,
 )
 from tandem.serve.service import Service
 from tandem.serve.shapes import ChatShape, CompletionShape, Shape
@@ -103,6 +104,7 @@ class Api:
                 continues=wanted.continues,
                 wish=wanted.wish,
                 variables=wanted.variables,
+                most=self._service.engine.context_of(loaded),
             )
             prompts = [await work]
             answering = self._answering(loaded, prompts, wanted, "messages", is_chat=True)
@@ -115,8 +117,9 @@ class Api:
         with ExitStack() as stack:
             stack.enter_context(self._service.room(wanted.n * len(texts)))
             loaded = await self._service.policy(wanted.model)
+            most, wish = self._service.engine.context_of(loaded), wanted.wish
             prompts = [
-                await prepare_text(self._service, loaded, text, wanted.wish) for text in texts
+                await prepare_text(self._service, loaded, text, wish, most=most) for text in texts
             ]
             answering = self._answering(loaded, prompts, wanted, "prompt", is_chat=False)
             shape = CompletionShape(loaded.source.name, loaded.token_bytes, answering)
@@ -172,12 +175,14 @@ class Api:
     ) -> dict[str, Any]:
         service, asked, last = self._service, messages[:-1], messages[-1]
         answer = last if last.tool_calls else last.content
+        context = service.engine.context_of(loaded)
 
         def render() -> tuple[Any, int]:
             """In a thread: templates may take long."""
             from tandem.data.render import IN_MEMORY
 
             try:
+                refuse_long(loaded.renderer, asked, tools, context)
                 row = loaded.renderer.conversation(asked, answer, IN_MEMORY, True, tools)
                 if tools and loaded.renderer.hides_tools(asked):
                     raise no_tools()
@@ -186,7 +191,6 @@ class Api:
             return row, row.response_mask.index(True)
 
         row, prompt = await service.in_text_thread(render)
-        context = service.engine.context_of(loaded)
         if len(row) > context:
             raise ApiError(
                 f"this model's maximum context length is {context} tokens; got {len(row)} tokens "

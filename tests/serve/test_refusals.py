@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tandem.data.span_tokenizer import PieceTokenizer
 from tandem.serve.counters import Counters
 from tests.serve.serving import TestClient, ask, serving
 
@@ -167,6 +168,34 @@ def test_a_prompt_that_is_too_long_names_both_counts_before_a_stream(client: Tes
         assert answer.status_code == 400
         assert answer.json()["error"]["code"] == "context_length_exceeded"
         assert "256 tokens" in answer.json()["error"]["message"]
+
+
+def test_a_prompt_that_is_much_too_long_is_refused_before_it_is_tokenized(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, text = PieceTokenizer.encode, "word " * 100_000
+
+    def short_only(self: PieceTokenizer, text: str, *args: Any) -> list[int]:
+        assert len(text) < 100_000
+        return encode(self, text, *args)
+
+    monkeypatch.setattr(PieceTokenizer, "encode", short_only)
+    answered = [*ask(text)["messages"], {"role": "assistant", "content": "yes"}]
+    for path, body, name in (
+        (CHAT, ask(text), "messages"),
+        (CHAT, {"messages": answered, "continue_final_message": True}, "messages"),
+        (TEXT, {"prompt": text}, "prompt"),
+        (TEXT, {"prompt": [5] * 100_000}, "prompt"),
+        ("/v1/score", {"messages": answered}, "messages"),
+    ):
+        error = client.post(path, json=body).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert (error["param"], "got at least " in error["message"]) == (name, True)
+
+
+def test_a_long_text_may_be_tokenized_and_counted(client: TestClient) -> None:
+    for body in ({"prompt": "word " * 1000}, ask("word " * 1000)):
+        assert client.post("/tokenize", json=body).json()["count"] > 1000
 
 
 def test_what_was_not_sent_is_not_reported_as_sent(client: TestClient) -> None:
