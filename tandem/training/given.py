@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,6 +33,7 @@ from tandem.files import sha256
 from tandem.models.save import save_model
 from tandem.models.twin import own_forwards
 from tandem.parallel.world import World
+from tandem.text import cause_of
 from tandem.training.lineage import NAMED
 from tandem.training.own_folder import GIVEN, require_run_folder
 
@@ -119,9 +121,15 @@ def _kept_rows(rows: Iterable[Mapping[str, Any]], path: Path, world: World) -> s
     """Write rows as JSON lines, unless they are there already; the file."""
     if isinstance(rows, Mapping):
         names = ", ".join(map(repr, list(rows)[:3]))
+        advice = "one of its data sets, as in data=splits['train']"
+        if all(isinstance(column, list | tuple | np.ndarray) for column in rows.values()):
+            advice = "a list of dicts, or datasets.Dataset.from_dict(data)"
         raise DataError(
-            f"data= must be rows; got a {type(rows).__name__} with {names}. Give one of its data "
-            "sets, as in data=splits['train']."
+            f"data= must be rows; got a {type(rows).__name__} with {names}. Give {advice}."
+        )
+    if hasattr(rows, "to_dict"):  # a table, which gives its columns' names in a loop
+        raise DataError(
+            f"data= must be rows; got a {type(rows).__name__}. Give data.to_dict('records')."
         )
     lines = []
     for number, row in enumerate(rows, 1):
@@ -129,13 +137,7 @@ def _kept_rows(rows: Iterable[Mapping[str, Any]], path: Path, world: World) -> s
             raise DataError(
                 f"data= row {number} must be a dict of columns; got {type(row).__name__}."
             )
-        try:
-            lines.append(json.dumps(dict(row), ensure_ascii=False))
-        except (TypeError, ValueError) as error:
-            raise DataError(
-                f"data= row {number} must hold texts, numbers, lists and dicts; got: {error}. "
-                "Convert or remove that column."
-            ) from None
+        lines.append(_line_of(row, number))
     if not lines:
         raise DataError("data= must have at least one row; got none.")
     text = ("\n".join(lines) + "\n").encode(errors="surrogatepass")
@@ -153,6 +155,29 @@ def _kept_rows(rows: Iterable[Mapping[str, Any]], path: Path, world: World) -> s
 
     together(keep, path, world)
     return str(path)
+
+
+def _line_of(row: Mapping[str, Any], number: int) -> str:
+    """A row as JSON; numbers and arrays of NumPy and torch as Python's."""
+    try:
+        return json.dumps(dict(row), ensure_ascii=False, default=_plain)
+    except (TypeError, ValueError):
+        for name, value in row.items():
+            try:
+                json.dumps({name: value}, default=_plain)
+            except (TypeError, ValueError) as error:
+                raise DataError(
+                    f"data= row {number}, column {name!r} must hold texts, numbers, lists and "
+                    f"dicts; got: {cause_of(error)}. Convert or remove that column."
+                ) from None
+        raise
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can write of a value of NumPy or torch."""
+    if isinstance(value, np.generic | np.ndarray | torch.Tensor):
+        return value.tolist()
+    raise TypeError(f"an object of type {type(value).__name__}")
 
 
 def _kept(

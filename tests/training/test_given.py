@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
@@ -139,6 +140,19 @@ def test_a_data_set_in_memory_is_kept_without_its_tables_nulls(
     assert [json.loads(line) for line in Path(kept.data[0]).read_text().splitlines()] == rows
 
 
+def test_numbers_of_numpy_and_torch_are_kept_as_numbers(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "run", "model", "")
+    config = replace(config, data=())
+    row = {"prompt": "q", "chosen": "yes", "rejected": "no"}
+    margins = [np.float32(0.5), np.array(2), torch.tensor(1.5), True, np.bool_(False)]
+    rows = [{**row, "margin": margin} for margin in margins]
+    table = Dataset.from_list([{**row, "margin": 0.5, "more": [1, 2]}]).with_format("numpy")
+    kept, _ = with_given(config, World(), data=[rows, table])
+    first, second = (Path(file).read_text().splitlines() for file in kept.data)
+    assert [json.loads(line)["margin"] for line in first] == [0.5, 2, 1.5, True, False]
+    assert [json.loads(line) for line in second] == [{**row, "margin": 0.5, "more": [1, 2]}]
+
+
 def test_what_cannot_be_given_is_one_line(tmp_path: Path, tiny_model: str) -> None:
     config = bare(tmp_path / "run")
     model, tokenizer = load_causal_lm(tiny_model), load_tokenizer(tiny_model)
@@ -148,7 +162,12 @@ def test_what_cannot_be_given_is_one_line(tmp_path: Path, tiny_model: str) -> No
         ("must be rows; got a DatasetDict with 'train'", DataError,
          {"data": DatasetDict(train=Dataset.from_list(rows))}),
         ("at least one row", DataError, {"data": []}),
-        ("row 1 must hold texts", DataError, {"data": [{"prompt": object()}]}),
+        (r"row 2, column 'when' must hold texts.*; got: an object of type object", DataError,
+         {"data": [{"prompt": "a", "when": 1}, {"prompt": "a", "when": [object()]}]}),
+        (r"got a dict with 'prompt'\. Give a list of dicts, or", DataError,
+         {"data": {"prompt": ["a"]}}),
+        (r"got a DataFrame\. Give data\.to_dict\('records'\)", DataError,
+         {"data": Dataset.from_list(rows).to_pandas()}),
         ("row 2 must be a dict", DataError, {"data": [{"prompt": "a"}, 3]}),
         ("a torch module must go with an RL stage", ConfigError, {"reward_model": CountOf(3)}),
         ("must be a transformers model", ModelError, {"actor_model": CountOf(3)}),
