@@ -43,8 +43,9 @@ def described(name: str) -> str:
         parts.append("Every knob with its default: [config.md](config.md).")
         return "\n\n".join(parts)
     if inspect.isclass(thing):
-        if not is_dataclass(thing) and "__init__" in vars(thing):
-            parts += list(_prose(inspect.getdoc(thing.__init__) or ""))
+        init = vars(thing).get("__init__")
+        if not is_dataclass(thing) and init is not None and init.__doc__:
+            parts += list(_prose(inspect.getdoc(init) or ""))
         if not issubclass(thing, Exception):
             parts += _parameters(thing) + _members(thing)
     else:
