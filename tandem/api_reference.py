@@ -138,9 +138,9 @@ def _parameters(thing: Any) -> list[str]:
 def _told(docstring: str) -> dict[str, str]:
     """What a docstring's arguments, or a dataclass's fields in its text, are said to be."""
     told: dict[str, str] = {}
-    for heading, text in _parts(docstring):
-        if heading not in ("Args", "Attributes"):
-            continue
+    parts = [part for part in _parts(docstring) if part[0] in ("Args", "Attributes")]
+    # What an argument is counts before what the attribute of its name is.
+    for _, text in sorted(parts, key=lambda part: part[0] == "Args"):
         for names, about in re.findall(
             r"^    ([\w, ]+): (.*?)(?=^    [\w, ]+: |\Z)", text, re.DOTALL | re.MULTILINE
         ):
