@@ -60,6 +60,14 @@ def now(history: History, metric: str) -> float | None:
     return next(iter(history.last(metric, 1)), None)
 
 
+def or_of_tokens(history: History, metric: str) -> float | None:
+    """The newest value, or that of single tokens' rewards where they are learned from and it is
+    larger: answers of equal sums still differ by their tokens."""
+    value = now(history, metric)
+    of_tokens = history.record.values.get("reward_token_std", 0.0)
+    return value if value is None else max(value, of_tokens)
+
+
 def mean_of_20(history: History, metric: str) -> float | None:
     """Mean of the newest 20 values."""
     values = history.last(metric, 20)

@@ -50,6 +50,7 @@ class Algorithm:
     reward_kl: the estimator of what the KL takes from each token's reward; None: nothing.
     loss_kl: the KL's term of the loss; None: none.
     is_rewarded: whether answers have rewards; else the KL alone is learned from.
+    shares_advantage: whether an answer's tokens have one advantage, by the sum of its rewards.
     has_critic: whether one is trained, by value_clip, after critic_warmup_steps without the actor.
     overlong_penalty, overlong_buffer, overlong_filter, sampling_rounds: as in CriticFreeConfig.
     given_advantages, given_loss: whether they are functions of the user's, which may do anything.
@@ -62,6 +63,7 @@ class Algorithm:
     reward_kl: Estimator | None = None
     loss_kl: KLLoss | ExactKL | None = None
     is_rewarded: bool = True
+    shares_advantage: bool = False
     entropy_coef: float = 0.0
     whitened: Callable[[Tensor, Tensor], Tensor] | None = None
     has_critic: bool = False
@@ -116,6 +118,7 @@ def algorithm_of(
         )
     if advantages_of is not None:
         found = replace(found, advantages=advantages_of, whitened=None, given_advantages=True)
+        found = replace(found, shares_advantage=False)
     if token_losses is not None:
         try_token_losses(token_losses, "token_losses")
         loss = partial(given_policy_loss, token_losses=token_losses)
@@ -158,6 +161,7 @@ def _critic_free(grpo: GRPOConfig, max_new_tokens: int) -> Algorithm:
         max_tokens=max_new_tokens,
         reward_kl="k1" if grpo.kl == "k1-in-reward" else None,
         loss_kl=grpo.kl if in_loss else None,  # type: ignore[arg-type]
+        shares_advantage=grpo.baseline != "none",
         entropy_coef=grpo.entropy_coef,
         whitened=partial(whiten, correction=1) if grpo.advantage_scale == "whiten" else None,
         overlong_penalty=grpo.overlong_penalty,

@@ -78,6 +78,8 @@ def shaped_rewards(
         if of_tokens is not None:
             of_tokens = of_tokens[rows, : rollout.batch.token_ids.shape[1]]
     batch, mask = rollout.batch, rollout.batch.response_mask
+    if of_tokens is not None and not algorithm.shares_advantage:
+        metrics["reward_token_std"] = float(of_tokens[mask].std(correction=0))
     numbers = engine.policy_numbers(rollout, with_values=with_values)
     kl = torch.zeros_like(numbers.logprobs)
     if numbers.ref_logprobs is not None:

@@ -2,6 +2,7 @@ import math
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -76,6 +77,15 @@ def test_an_alarm_fires_at_its_threshold_and_not_before(name):
     assert (len(bad), name) in alarms
     assert (len(bad) - 1, name) not in alarms
     assert name not in [n for _, n in fired(stage, history(stage, metric, good))]
+
+
+def test_equal_scores_of_different_tokens_raise_no_alarm():
+    records = history("ppo", "reward_std", [0.0] * 4)
+    assert fired("ppo", records) == [(3, "reward-flat")]
+    differing = [replace(r, values={**r.values, "reward_token_std": 0.2}) for r in records]
+    assert fired("ppo", differing) == []
+    alike = [replace(r, values={**r.values, "reward_token_std": 0.0}) for r in records]
+    assert fired("ppo", alike) == [(3, "reward-flat")]
 
 
 def test_an_alarm_fires_once_until_it_recovers():

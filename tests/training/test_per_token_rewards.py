@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tandem.config.schema import PPOConfig, RunConfig, rl_section
 from tandem.errors import ConfigError
 from tandem.parallel.world import World
 from tandem.rewards.scoring import RewardFunctions
+from tandem.training.algorithm import algorithm_of
 from tandem.training.ppo import note_on_tokens
 from tandem.training.run_stages import train
 from tandem.types import Experience
@@ -120,6 +122,10 @@ def test_ppo_learns_from_each_tokens_reward(
     of_tokens = sum(map(sum, given)) / sum(map(len, given))
     assert made.metrics["reward_per_token/even"] == pytest.approx(of_tokens, abs=1e-6)
     assert (made.metrics["reward_clipped"] > 0) == (clip < 1)
+    placed = [1.5 * 2 * number for own in given for number in own]
+    placed += [0.0] * (made.batch.num_response_tokens - len(placed))
+    spread = statistics.pstdev(placed)
+    assert made.metrics["reward_token_std"] == pytest.approx(spread, abs=1e-5)
     assert trainer.train_rlhf(made, step=1)["updates"] == 1
 
 
@@ -150,10 +156,13 @@ def test_without_a_critic_a_token_gets_what_follows_it_or_the_answers_sum(
         following = [sum(rewards[place:]) for place in range(len(rewards))]
         own = made.batch.response_mask[row]
         assert made.advantages[row][own].tolist() == pytest.approx(following, abs=1e-5)
+    assert made.metrics["reward_token_std"] > 0.1
     rewards_of = RewardFunctions([f"{file}:even", f"{file}:whole"])
     assert note_on_tokens(config.grpo, rewards_of) == ""
     grpo["baseline"] = "group-mean"
     by_group = configured(tmp_path, tiny_model, "grpo", grpo=grpo)
+    assert algorithm_of(by_group.grpo, 6).shares_advantage
+    assert not algorithm_of(by_group.grpo, 6, lambda made: (made.rewards, None)).shares_advantage
     assert note_on_tokens(by_group.grpo, rewards_of).startswith(
         "of the rewards per token of even only each answer's sum counts: baseline group-mean"
     )
