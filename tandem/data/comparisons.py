@@ -7,6 +7,8 @@ Nothing is guessed: a name counts only where it can mean one thing. docs/data.md
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -40,6 +42,8 @@ _TELLING = frozenset(PARTS) | frozenset(LISTS) | frozenset(SUMMARIES)
 _BOTH = ("preference", "dialog preference")
 _OWN = ("chosen", "rejected", "completion", "ranking")
 """Answers of a row's own."""
+_QUESTION = re.compile(r"\s*\{.*(['\"])full_text\1\s*:", re.DOTALL)
+"""The beginning of WebGPT's question, an object that was saved as text."""
 _MESSAGE_OF_A_TREE = ("message_id", "parent_id", "role")
 
 
@@ -100,17 +104,34 @@ def read_compared(
     is_ranked = row.get("answers") is not None and row.get("ranks") is not None
     if is_ranked and not mapped.maps("answer_a", "answer_b", "preferred", "scores"):
         return None if _is_plain_ranking(row) else _list_of_answers(mapped)
-    question = row.get("question")
+    question = _webgpt_question(row.get("question")) if mapped.finds else row.get("question")
     if isinstance(question, Mapping) and "full_text" in question:  # WebGPT's
-        if isinstance(question["full_text"], str):
-            mapped = MappedRow({**row, "question": question["full_text"]}, columns)
-        elif mapped.finds and mapped.prompt() is None:
+        is_text = isinstance(question["full_text"], str)
+        asked = question["full_text"] if is_text else question
+        mapped = MappedRow({**row, "question": asked}, columns)
+        if not is_text and mapped.finds and mapped.prompt() is None:
             found = describe(question["full_text"])
             raise RowProblem("question.full_text", found, "be text")
     pair = find_pair(mapped)
     made = _two_answers(mapped, pair) if pair is not None else _list_of_answers(mapped)
     said = {column for role, column in columns.items() if role in COMPARED}
     return made if made is not None and said <= made.kept else None
+
+
+def _webgpt_question(value: Any) -> Any:
+    """A question, where it is WebGPT's object as text (a CSV cell, say), read from its JSON.
+
+    Raises:
+        RowProblem: such an object in another notation.
+    """
+    if not isinstance(value, str) or not _QUESTION.match(value):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        found = f"an object in another notation, as Python prints it ({excerpt(value, 30)})"
+        advice = "Write the column with json.dumps, or the rows as .jsonl or .parquet."
+        raise RowProblem("question", found, "be text, or an object in JSON", advice) from None
 
 
 def _is_plain_ranking(row: Row) -> bool:

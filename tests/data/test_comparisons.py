@@ -182,6 +182,11 @@ BOTH = "answer_a={},answer_b={}"
             {"question"},
         ),
         (
+            {**WEBGPT, "question": json.dumps(WEBGPT["question"]), "score_1": "-0.5"},
+            f"prompt=question,{BOTH} by score_0 and score_1".format("answer_0", "answer_1"),
+            {"question"},
+        ),
+        (
             SHP,
             f"prompt=history,{BOTH} by labels".format("human_ref_A", "human_ref_B"),
             {"history"},
@@ -1161,6 +1166,14 @@ def test_rows_of_plain_shapes_are_read_as_before(row: Row, shape: str, chosen: s
         (
             {**WEBGPT, "question": {"full_text": None}},
             "question.full_text must be text; found null",
+        ),
+        (
+            {**WEBGPT, "question": json.dumps({"full_text": 4})},
+            "question.full_text must be text; found the number 4",
+        ),
+        (
+            {**WEBGPT, "question": str(WEBGPT["question"])},
+            "question must be text, or an object in JSON; found an object in another notation, as",
         ),
         *(
             (
