@@ -110,7 +110,7 @@ class TokenCheck:
             for source in sample.sources
         }
         over, longer = (self._over(part, uses) for part in (self._even, self._longest))
-        limits = " and ".join(
+        limits = f" {'or' if over or longer else 'and'} ".join(
             f"{knob} {self._limits[knob]:,}" for knob in sorted({*map(_knob, shares)})
         )
         measured = f"{len(self._even):,} {'' if self._is_all else 'evenly spaced '}rows"

@@ -10,7 +10,7 @@ import numpy as np
 from tandem.config.schema import RunConfig
 from tandem.config.stages import in_order
 from tandem.data.ledger import Ledger
-from tandem.text import visible
+from tandem.text import counted, visible
 from tandem.training.rendering import MEASURING
 
 _SHARE = 0.25
@@ -92,9 +92,13 @@ def _advice(config: RunConfig, limit: str, lengths: Sequence[int], room: int | N
     """What keeps more of them."""
     if not limit:
         return "`tandem data check` with --tokenizer shows which"
-    ways = []
+    ways, is_cut = [], config.dataset.on_long_row == "truncate"
+    beside, most = "", "the most that the model takes"
     if limit == _PROMPT_LIMIT and room is not None:
-        room -= config.sampling.max_new_tokens
+        answer = config.sampling.max_new_tokens
+        room -= answer
+        beside = f" beside {counted(answer, 'token')} of the answer (--max-new-tokens)"
+        most += beside
     if lengths:
         needed = float(np.percentile(lengths, _KEPT, method="higher"))
         wanted = -int(-needed // _ROUND) * _ROUND
@@ -102,11 +106,12 @@ def _advice(config: RunConfig, limit: str, lengths: Sequence[int], room: int | N
         if wanted > getattr(config.dataset, limit):
             kept = sum(length <= wanted for length in lengths) / len(lengths)
             flag = f"--{limit.replace('_', '-')} {wanted}"
-            most = ", the most that the model takes," if wanted == room else ""
-            ways.append(f"{flag}{most} keeps {kept:.0%}")
+            most = f", {most}," if wanted == room else ""
+            ways.append(f"{flag}{most} keeps {kept:.0%}{' whole' if is_cut else ''}")
         elif wanted == room:
-            ways.append(f"the model takes no more than {room:,} tokens")
-    if config.dataset.on_long_row != "truncate":
-        cut = "the oldest turns of prompts" if limit == _PROMPT_LIMIT else "the ends of answers"
+            ways.append(f"the model takes no more than {counted(room, 'token')}{beside}")
+    if not is_cut:
+        cut = "the ends of answers whose prompts leave room"
+        cut = "the oldest turns of prompts" if limit == _PROMPT_LIMIT else cut
         ways.append(f"--dataset.on-long-row truncate cuts {cut}")
     return "; ".join(ways) or "Use shorter rows"

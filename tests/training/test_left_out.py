@@ -27,13 +27,31 @@ def lines(room: int | None = None, policy: str = "drop", **account: object) -> l
 def test_share_reason_and_what_helps_are_named() -> None:
     half = {"used": {"pairs": 60}, "dropped": {LONG: Dropped(40)}}
     start = "note: 40 of 100 rows for dpo (40%) are left out: longer than max_tokens 512. "
-    cut = "--dataset.on-long-row truncate cuts the ends of answers"
+    cut = "--dataset.on-long-row truncate cuts the ends of answers whose prompts leave room"
     assert lines(**half) == [f"{start}--max-tokens 960 keeps 96%; {cut}"]
-    most = f"{start}--max-tokens 700, the most that the model takes, keeps 60%"
+    most = f"{start}--max-tokens 700, the most that the model takes, keeps 60% whole"
     assert lines(room=700, policy="truncate", **half) == [most]
     no_more = f"{start}the model takes no more than 512 tokens"
     assert lines(room=512, **half) == [f"{no_more}; {cut}"]
     assert lines(room=512, policy="truncate", **half) == [no_more]
+
+
+def test_the_room_of_a_prompt_is_what_the_answer_leaves() -> None:
+    reason = "longer than max_prompt_tokens"
+    found = DatasetLedger("prefs", "prefs.jsonl", rows=100)
+    found.used.update(prompts=60)
+    found.dropped[f"{reason} (prompts)"] = Dropped(40)
+    ledger, lengths = Ledger({"prefs": found}), {"prompts": [200] * 60 + [700] * 40}
+    start = f"note: 40 of 100 rows for ppo (40%) are left out: {reason} 256. "
+    cut = "--dataset.on-long-row truncate cuts the oldest turns of prompts"
+    beside = "beside 128 tokens of the answer (--max-new-tokens)"
+    for room, advice in (
+        (384, f"the model takes no more than 256 tokens {beside}"),
+        (672, f"--max-prompt-tokens 544, the most that the model takes {beside}, keeps 60%"),
+        (None, "--max-prompt-tokens 704 keeps 100%"),
+    ):
+        told = left_out_lines(RunConfig(stages=("ppo",)), ledger, lengths, room)
+        assert told == [f"{start}{advice}; {cut}"]
 
 
 def test_few_rows_are_not_told_of() -> None:
