@@ -28,12 +28,14 @@ from tandem.types import TokenBatch
 @dataclass(frozen=True, slots=True)
 class Compared:
     """Of a batch: log-probs and entropy of its response tokens, (B, T) float32, 0 off them; each
-    token's KL, likewise, without gradient; and the KLs' weighted sum, ()."""
+    token's KL, likewise, without gradient; the KLs' weighted sum, (); and, if they were asked for,
+    the reference's log-probs, (B, T) without gradient."""
 
     logprobs: Tensor
     entropy: Tensor
     kl: Tensor
     kl_sum: Tensor
+    ref_logprobs: Tensor | None = None
 
 
 def compared_with_reference(
@@ -44,6 +46,7 @@ def compared_with_reference(
     token_weights: Tensor | None = None,
     learns_logprobs: bool = True,
     with_entropy: bool = False,
+    with_reference: bool = False,
     kept: KeptStates | None = None,
 ) -> Compared:
     """The actor's numbers at the sampling temperature, with gradient, and the KL to the reference
@@ -52,6 +55,7 @@ def compared_with_reference(
     Args:
         token_weights: (B, T) or (B, 1), what each response token counts in the sum; None: 1.
         learns_logprobs: log-probs and entropy have a gradient, as the KL has.
+        with_reference: the reference's log-probs too, as `RLHFEngine.reference_logprobs`.
         kept: as of `RLHFEngine.actor_logprobs`.
     """
     actor, other = engine.actor, _Other(engine)
@@ -83,6 +87,13 @@ def compared_with_reference(
         return (*placed, kl_sum)
 
     found: list[tuple[Tensor, ...]] = []
+    of_reference: list[Tensor] = []
+
+    def states() -> Tensor:
+        theirs = other.states(batch)
+        if with_reference:
+            of_reference.append(other.logprobs(batch, theirs))
+        return theirs
 
     def beside(theirs: Tensor) -> None:
         # What a split model's forward returns has it gathered again in the backward pass, which
@@ -90,11 +101,11 @@ def compared_with_reference(
         found.append(shards_of(actor).forward(lambda: forward(actor, theirs)))
 
     if other.model is actor:
-        beside(shards_of(actor).forward(lambda: other.states(batch)))
+        beside(shards_of(actor).forward(states))
     else:
         with onload(other.model):
-            shards_of(other.model).forward(lambda: beside(other.states(batch)))
-    return Compared(*found[0])
+            shards_of(other.model).forward(lambda: beside(states()))
+    return Compared(*found[0], *of_reference)
 
 
 def release_reference(engine: RLHFEngine) -> None:
@@ -108,6 +119,7 @@ class _Other:
 
     def __init__(self, engine: RLHFEngine) -> None:
         self.model = engine.reference or engine.actor
+        self._temperature = engine.settings.sampling.temperature
         self._within = (
             nullcontext if engine.reference is not None else partial(adapters_off, engine.actor)
         )
@@ -117,6 +129,14 @@ class _Other:
         with torch.no_grad(), self._within():
             return predictor_states(self.model, batch)
 
+    def logprobs(self, batch: TokenBatch, states: Tensor) -> Tensor:
+        """(B, T) of the batch's response tokens, without gradient."""
+        with torch.no_grad(), self._within():
+            found, _ = head_logprobs(
+                self.model, batch, states, temperature=self._temperature, with_entropy=False
+            )
+        return scatter_to_tokens(found, batch.response_mask)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, V) of such states."""
         with self._within():
@@ -125,12 +145,15 @@ class _Other:
 
 def heldout_divergence(
     engine: RLHFEngine, batch: TokenBatch, placement: ExactKL, max_tokens: int
-) -> float:
-    """The exact KL per response token of a batch, nats; no gradient."""
+) -> tuple[float, Tensor]:
+    """The exact KL per response token of a batch, nats, and log(actor / reference) of each token,
+    (B, T), from one forward of each model; no gradient."""
 
     def forward(part: TokenBatch) -> tuple[Tensor, ...]:
-        return (compared_with_reference(engine, part, placement).kl,)
+        found = compared_with_reference(engine, part, placement, with_reference=True)
+        assert found.ref_logprobs is not None
+        return found.kl, found.logprobs - found.ref_logprobs
 
     with evaluating(engine.actor):
-        (kl,) = scored(batch, max_tokens, forward, engine.policy_models)
-    return float(kl.sum()) / max(1, batch.num_response_tokens)
+        kl, ratios = scored(batch, max_tokens, forward, engine.policy_models)
+    return float(kl.sum()) / max(1, batch.num_response_tokens), ratios

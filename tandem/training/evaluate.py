@@ -13,11 +13,13 @@ from transformers import PreTrainedModel
 
 from tandem.config.schema import RunConfig, rl_section
 from tandem.data.render import Renderer
+from tandem.engine.divergence import heldout_divergence
 from tandem.engine.forward import response_logprobs, scored
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.scoring import RewardScorer
 from tandem.models.modes import evaluating
 from tandem.models.scalar import grade_scales
+from tandem.objectives.divergence import ExactKL
 from tandem.objectives.grades import Scale, explained, pearson, scale_of, spearman
 from tandem.objectives.losses import wins_of
 from tandem.objectives.masked import masked_sum
@@ -189,7 +191,7 @@ def policy_metrics(
     reward_function: RewardFunctions | None,
     keep: Callable[[Rollout, ScoredAnswers, Tensor | None], None] | None = None,
     source: RolloutSource | None = None,
-    more: Callable[[Rollout], Mapping[str, float]] | None = None,
+    exact_kl: ExactKL | None = None,
 ) -> dict[str, float]:
     """Held-out reward, KL, EOS rate and length of the actor, and the reward of its EMA.
 
@@ -199,7 +201,7 @@ def policy_metrics(
         keep: gets the answers, their scores and, with a reference, each token's log(policy /
             reference), (B, T) nats.
         source: where answers come from; None: one turn of the engine's policy.
-        more: further metrics of the answers.
+        exact_kl: the KL that is learned over the vocabulary, measured too.
     """
     if not prompts:
         return {}
@@ -219,12 +221,16 @@ def policy_metrics(
 
     answers = scores(rollout)
     metrics = answer_metrics(rollout, answers)
-    ratios = _log_ratios(engine, rollout, config) if engine.has_reference else None
+    ratios = None
+    if exact_kl is not None:
+        tokens = config.micro_batch_tokens
+        divergence, ratios = heldout_divergence(engine, rollout.batch, exact_kl, tokens)
+        metrics["heldout_divergence"] = divergence
+    elif engine.has_reference:
+        ratios = _log_ratios(engine, rollout, config)
     if ratios is not None:
         kl = masked_sum(ratios, rollout.batch.response_mask)
         metrics["heldout_kl"] = float(kl) / len(rollout)
-    if more is not None:
-        metrics |= more(rollout)
     if keep is not None:
         keep(rollout, answers, ratios)
     if not bool(answers.function.isnan().all()):

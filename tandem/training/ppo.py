@@ -23,7 +23,6 @@ from tandem.config.schema import (
 from tandem.config.stages import rl_stage, stage_of
 from tandem.config.updates import num_rollouts
 from tandem.data.loader import BatchOrder, permutation
-from tandem.engine.divergence import heldout_divergence
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.update import restore_training, training_state
 from tandem.errors import ConfigError, DataError
@@ -42,7 +41,7 @@ from tandem.training.run_folder import Run
 from tandem.training.saving import Rendered, save_anywhere, save_policy, with_template
 from tandem.training.stage_data import StepRows
 from tandem.training.stage_loop import StageJob, StepLoop
-from tandem.types import Experience, PromptRow, Rollout
+from tandem.types import Experience, PromptRow
 
 _BENDING = (
     *("top_p", "top_k", "min_p", "min_new_tokens"),
@@ -136,22 +135,13 @@ class PPOStage:
             trainer.reward_function,
             self._kept.follow,
             trainer.answering.source,
-            more=self._divergence,
+            exact_kl=trainer.algorithm.exact_kl,
         )
         if rows.heldout_ptx:
             texts = rows.heldout_ptx
             forgetting = language_model_metrics(engine.actor, texts, rows.renderer, config)
             metrics["heldout_ptx_perplexity"] = forgetting["heldout_perplexity"]
         return metrics
-
-    def _divergence(self, rollout: Rollout) -> dict[str, float]:
-        """The exact KL on answers to held-out prompts, where that is learned."""
-        trainer, placement = self.trainer, self.trainer.algorithm.exact_kl
-        if placement is None:
-            return {}
-        tokens = trainer.config.micro_batch_tokens
-        found = heldout_divergence(trainer.engine, rollout.batch, placement, tokens)
-        return {"heldout_divergence": found}
 
     def rehearse(self) -> None:
         """The largest micro-batches that can come, forward and backward, for nothing."""

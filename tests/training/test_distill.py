@@ -17,15 +17,18 @@ from tandem.config.critic_free_rules import EXACT_KL
 from tandem.config.load import check_config
 from tandem.config.schema import GRPOConfig, RunConfig, rl_section
 from tandem.data.render import Renderer
+from tandem.engine import divergence
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.update import training_mode
 from tandem.errors import ConfigError
 from tandem.metrics.folder import read_folder
+from tandem.models.packed import predictor_states
 from tandem.objectives.divergence import EXACT
 from tandem.parallel.world import World
 from tandem.serve.run_files import RunFiles
 from tandem.serve.run_views import prompts
 from tandem.training.algorithm import actor_loss
+from tandem.training.evaluate import policy_metrics
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.training.replay import replay
 from tandem.types import Experience
@@ -204,6 +207,41 @@ def test_a_run_learns_and_speaks_of_no_reward(
     assert "kl-high" not in {alarm["alarm"] for alarm in folder.alarms}
     AutoModelForCausalLM.from_pretrained(run / "distill" / "actor")
     AutoModelForCausalLM.from_pretrained(run / "distill" / "ema")
+
+
+@pytest.mark.parametrize("is_adapter", [False, True])
+def test_an_evaluation_runs_policy_and_teacher_once(
+    is_adapter: bool, tmp_path: Path, tiny_model: str, teacher: str, preferences: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Its log-ratios are those of `actor_logprobs` and `reference_logprobs` to the last bit."""
+    more = {"lora__rank": 4} if is_adapter else {}
+    config = distilling(
+        tmp_path, tiny_model, preferences, "" if is_adapter else teacher,
+        stages=["grpo"], grpo__kl="exact-in-loss", grpo__reward_function=[REWARD],
+        sampling__temperature=0.7, **more,
+    )  # fmt: skip
+    engine, trainer, made = made_by(config, tiny_model)
+    with torch.no_grad():
+        for name, parameter in engine.actor.named_parameters():
+            if "lora_B" in name:
+                parameter += 0.1
+        ours, _ = engine.actor_logprobs(made.batch, with_entropy=False)
+        kept = []
+
+        def states(model: Any, batch: Any, *more: Any) -> Tensor:
+            kept.append(batch)
+            return predictor_states(model, batch, *more)
+
+        monkeypatch.setattr(divergence, "predictor_states", states)
+        found, ratios = divergence.heldout_divergence(engine, made.batch, "exact-in-loss", 4096)
+    assert torch.equal(ratios, ours - engine.reference_logprobs(made.batch))
+    assert (found > 0, len(kept)) == (True, 2)
+    monkeypatch.setattr("tandem.training.evaluate._log_ratios", None)  # not called
+    exact, asked = trainer.algorithm.exact_kl, list(made.rollout.prompts)
+    counted = policy_metrics(engine, asked, config, trainer.reward_function, exact_kl=exact)
+    assert {"heldout_divergence", "heldout_kl"} <= counted.keys()
+    assert len(kept) == 4
 
 
 def test_a_reward_model_that_nothing_reads_is_not_loaded_at_the_end(
