@@ -38,8 +38,14 @@ def names(columns: Any, limit: int = 8) -> str:
 
     Example: names({"a": 1, "b": 2}) is "columns a, b".
     """
-    found = [visible(str(name))[:30] for name in columns]
+    found = [_shown(str(name)) for name in columns]
     if not found:
         return "no columns"
     more = f" and {len(found) - limit} more" if len(found) > limit else ""
     return f"columns {', '.join(found[:limit])}{more}"
+
+
+def _shown(name: str) -> str:
+    """A name of at most 30 characters, in quotes if white space at its ends would not be seen."""
+    shown = visible(name)[:30]
+    return shown if name == name.strip() else f"'{shown}'"

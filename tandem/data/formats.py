@@ -120,6 +120,11 @@ def _read_cells(path: Path, dataset: str, on_blank: OnBlank, separator: str) -> 
         )
     if len(header) > 1 and not header[0].strip() and _INDEX not in header:
         header[0] = _INDEX
+    if wide := [name for name in header if name.strip() and name != name.strip()]:
+        raise DataError(
+            f"{visible(str(path))}:1: column names must not begin or end with white space; got "
+            f"{names(wide)}. Remove it, in all rows where it is behind each separator."
+        )
     if header:  # an empty file is refused by the caller
         _check_names(header, f"{visible(str(path))}:1")
     while True:
@@ -303,6 +308,12 @@ def _refuse_columns(value: dict[str, Any], path: Path) -> None:
     as_lists = len(cells) > 1 and all(
         isinstance(c, list) and c and all(isinstance(t, str) for t in c) for c in cells
     )
+    if _is_split(value) or _is_by_row(value):
+        raise DataError(
+            f"{visible(str(path))} must hold its rows in one list; got {names(value)}, as pandas "
+            f"writes them with orient='{'split' if _is_split(value) else 'index'}'. Write them "
+            "with to_json(path, orient='records', lines=True), named .jsonl."
+        )
     as_objects = all(isinstance(c, dict) and c and all(k.isdecimal() for k in c) for c in cells)
     if value and (as_lists or as_objects) and len({len(c) for c in cells}) == 1:
         raise DataError(
@@ -310,6 +321,17 @@ def _refuse_columns(value: dict[str, Any], path: Path) -> None:
             f"({names(value)}). In pandas, write it with to_json(path, orient='records', "
             "lines=True), named .jsonl."
         )
+
+
+def _is_split(value: dict[str, Any]) -> bool:
+    return value.keys() == {"columns", "index", "data"}
+
+
+def _is_by_row(value: dict[str, Any]) -> bool:
+    """Whether an object holds rows under their numbers."""
+    rows = list(value.values())
+    is_table = bool(rows) and all(isinstance(row, dict) for row in rows)
+    return is_table and all(name.isdecimal() for name in value)
 
 
 def _csv_lines(path: Path, dataset: str, bad: list[BadRow]) -> Iterator[str]:

@@ -57,15 +57,18 @@ def unknown_shape(
 
 
 def _of_case(row: Row, lower: Mapping[str, str]) -> RowProblem:
-    """That a row's columns have a shape but for their case."""
-    own = {name.lower(): name for name in row}
+    """That a row's columns have a shape but for their case, or white space around them."""
+    own = {name.strip().lower(): name for name in row}
+    wide = " and without white space around them" if any(n != n.strip() for n in row) else ""
     mapped = ",".join(f"{_ROLES.get(role, role)}={own[column]}" for role, column in lower.items())
     if any(own.get(name) and says_something(row[own[name]]) for name in ("input", "history")):
         mapped = ""  # a map reads the prompt's column alone
+    if wide:
+        mapped = ""  # nobody would see the space in it
     return RowProblem(
         "",
         names(row),
-        f"name its columns in lower case ({', '.join(lower.values())})",
+        f"name its columns in lower case{wide} ({', '.join(lower.values())})",
         "Rename its columns." if not mapped else "",
         mapped,
     )

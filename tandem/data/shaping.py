@@ -207,9 +207,9 @@ def _answers_by_other_names(
 
 
 def _in_lower_case(row: Row) -> dict[str, str]:
-    """Role to column of what makes a plain shape of a row with its columns in lower case; {} if
-    nothing does, or the case is not all that is wrong."""
-    lower = {name.lower(): value for name, value in row.items()}
+    """Role to column of what makes a plain shape of a row with its columns in lower case, without
+    white space around them; {} if nothing does, or that is not all that is wrong."""
+    lower = {name.strip().lower(): value for name, value in row.items()}
     if len(lower) < len(row):
         return {}
     shape = shape_of(lower, {})

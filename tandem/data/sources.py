@@ -60,6 +60,10 @@ _READERS: dict[str, Callable[[Path, str, OnBlank], Rows]] = dict(
 )
 _FORMATS = ", ".join(ENDINGS)
 _RENAME = "Rename it according to its content."
+_LINK = re.compile(
+    r"(?:https?://(?:huggingface\.co|hf\.co)/|hf://)datasets/(?P<hub>[\w.-]+/[\w.-]+)/?$|\w+://"
+)
+"""A link, and what it names on the hub if it is the page of a data set there."""
 _ADVICE = {
     ".tab": "Rename it to .tsv.",
     ".xlsx": "Export it as .csv.",
@@ -229,12 +233,18 @@ def _require_hub_name(part: Part, path: Path) -> None:
     if path.is_symlink():
         raise DataError(
             f"data set {visible(part.text)} must be an existing file or folder; got a link to "
-            f"{visible(os.readlink(path))}, which does not exist. Mend the link."
+            f"{visible(os.readlink(path))}, which does not exist. Fix the link."
         )
     if glob.has_magic(part.base):
         raise DataError(
             f"data set {visible(part.text)} must be one file or folder; got a pattern. Give the "
             "folder, or write the pattern without quotes: the shell makes the files' names of it."
+        )
+    if link := _LINK.match(part.base):
+        name = link["hub"]
+        raise DataError(
+            f"data set {visible(part.text)} must be a file, a folder or a hub name; got a link. "
+            f"{f'Write {visible(name)}.' if name else 'Download it, and give the file.'}"
         )
     near = _nearest(path, part.base)
     if near or not looks_like_hub_name(part.base):

@@ -88,6 +88,8 @@ def test_very_long_lines_are_read(tmp_path: Path) -> None:
         (b'[{"a": 1}, {"a": ', "must be whole JSON; got Expecting value"),
         (b'[{"a": 1}] x', "must be whole JSON; got Extra data"),
         (b'"text"', "must be an array of rows, or an object with one; got 'text'"),
+        (b'{"columns": ["a"], "index": [0], "data": [["b"]]}', "with orient='split'. Write them"),
+        (b'{"0": {"a": "b"}, "1": {"a": "c"}}', "got columns 0, 1, as pandas writes them with or"),
         (b'{"train": [], "test": []}', "must hold one list of rows; got lists under columns train"),
         (DEEP, "must nest at most 100 levels deep"),
         (b'[\n{"a": "\xff"}]', "a.json:2: the file must be UTF-8; got byte 0xff at byte 9"),
@@ -154,6 +156,7 @@ def test_an_open_quote_swallows_the_rest_and_is_told(tmp_path: Path) -> None:
         (b"a,\xff\n1,2\n", "a.csv:1: column names must be UTF-8; got byte 0xff at byte 2"),
         (b"a,a\n1,2\n", "column names must be different and not blank; got columns a, a"),
         (b"a,\n1,2\n", "column names must be different and not blank"),
+        (b"a, b,c\n1, 2,3\n", "must not begin or end with white space; got columns ' b'. Remove"),
     ],
 )
 def test_bad_csv_headers(content: bytes, message: str, tmp_path: Path) -> None:

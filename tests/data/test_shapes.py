@@ -241,6 +241,10 @@ def test_columns_in_upper_case_that_no_map_can_join() -> None:
     row = {"Instruction": "Add.", "Input": "2+2", "Output": "4"}
     with pytest.raises(RowProblem, match=r"its columns in lower case .* Rename its columns\."):
         to_sample(row, HERE)
+    row = {" prompt": "a", "Chosen ": "b", "rejected": "c"}
+    wide = r"in lower case and without white space around them .*found columns ' prompt', 'Chosen '"
+    with pytest.raises(RowProblem, match=wide):
+        to_sample(row, HERE)
     for row in ({"Foo": "a", "Bar": "b"}, {"Prompt": "a", "PROMPT": "b"}):
         with pytest.raises(RowProblem, match="columns of a known shape"):
             to_sample(row, HERE)

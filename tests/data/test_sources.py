@@ -115,6 +115,21 @@ def test_column_maps_are_checked(items: list[str], message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("link", "advice"),
+    [
+        ("https://huggingface.co/datasets/Anthropic/hh-rlhf", "Write Anthropic/hh-rlhf."),
+        ("hf://datasets/Anthropic/hh-rlhf/", "Write Anthropic/hh-rlhf."),
+        ("https://huggingface.co/datasets/a/b/resolve/main/c.jsonl", "Download it, and give the"),
+        ("s3://bucket/rows.jsonl", "Download it, and give the file."),
+    ],
+)
+def test_a_link_is_answered_with_what_to_give(link: str, advice: str) -> None:
+    with pytest.raises(DataError, match="a file, a folder or a hub name; got a link") as error:
+        columns_of(link)
+    assert advice in str(error.value)
+
+
 @pytest.mark.parametrize("pattern", ["*.jsonl", "part-?.jsonl", "part-[01].jsonl"])
 def test_a_pattern_is_left_to_the_shell(pattern: str, tmp_path: Path) -> None:
     (tmp_path / "part-0.jsonl").write_text('{"text": "a"}\n')
