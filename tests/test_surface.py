@@ -28,7 +28,7 @@ def test_prompts_are_texts_messages_or_mappings(model_folder: Path) -> None:
     row = renderer.prompt([Message("user", "hi")])
     assert renderer.prompt("hi") == row
     assert renderer.prompt([{"role": "user", "content": "hi"}]) == row
-    for wrong in ([{"role": "user"}], ["hi"], [{"role": "user", "content": 3}]):
+    for wrong in ([{"role": "user"}], ["hi"], [{"role": "user", "content": 3}], 3):
         with pytest.raises(DataError, match="a prompt must be a text, or turns as Message or map"):
             renderer.prompt(wrong)  # type: ignore[arg-type]
 

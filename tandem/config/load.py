@@ -366,6 +366,9 @@ _SYMBOLS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 def _type_problems(config: RunConfig) -> typing.Iterator[str]:
     """Knobs of a wrong type in a configuration written in Python."""
+    if not isinstance(config, RunConfig):
+        yield f"a configuration must be a RunConfig; got {type(config).__name__}. Use build_config"
+        return
     yield from build(plain_values(config))[1]
     for name, knob in config_knobs():
         value = operator.attrgetter(name)(config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, cast
@@ -220,7 +220,7 @@ def turns_in(messages: str | Sequence[Message | Mapping[str, Any]]) -> list[Mess
     if isinstance(messages, str):
         return [Message("user", messages)]
     turns = []
-    for number, turn in enumerate(messages, 1):
+    for number, turn in enumerate(messages if isinstance(messages, Iterable) else [messages], 1):
         if isinstance(turn, Mapping) and "role" in turn:
             calls = read_calls(turn.get("tool_calls"), "tool_calls", number)
             content = turn.get("content")

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tandem.config.schema import SamplingConfig
-from tandem.errors import FullError, GenerationError
+from tandem.errors import ConfigError, FullError, GenerationError
 from tandem.generation.blocks import affordable_slots, state_bytes
 from tandem.generation.runner import kv_dtype
 from tandem.models.source import positions_in
@@ -55,6 +55,29 @@ def check_token_ids(size: int, token_ids: Sequence[int], where: str) -> None:
             )
 
 
+def require_rendered(prompt: object) -> None:
+    """Refuse what is no rendered prompt, such as its text.
+
+    Raises:
+        GenerationError: it is none.
+    """
+    if not isinstance(prompt, PromptRow):
+        raise GenerationError(
+            f"a prompt to answer must be a PromptRow; got {type(prompt).__name__}. Render it: "
+            "engine.renderer.prompt(text)."
+        )
+
+
+def require_tokens(most: int) -> None:
+    """Refuse answers without a token.
+
+    Raises:
+        ConfigError: answers have no room for one.
+    """
+    if most < 1:
+        raise ConfigError(f"sampling.max_new_tokens must be >= 1; got {most}. Raise it.")
+
+
 def check_prompts(model: PreTrainedModel, prompts: Sequence[PromptRow], new_tokens: int) -> None:
     """
     Raises:
@@ -63,8 +86,10 @@ def check_prompts(model: PreTrainedModel, prompts: Sequence[PromptRow], new_toke
     """
     if not prompts:
         raise GenerationError("generate must get at least one prompt; got none.")
+    require_tokens(new_tokens)
     limit, size = max_positions(model), vocabulary_size(model)
     for row in prompts:
+        require_rendered(row)
         if len(row) == 0:
             raise GenerationError(f"{row.source}: a prompt must have tokens; got none.")
         check_token_ids(size, row.token_ids, str(row.source))

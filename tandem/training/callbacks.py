@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -42,6 +42,24 @@ class Callback:
     def on_save(self, state: RunState) -> None:
         """`state.folder` is saved: a checkpoint, which may still be written in the background
         (`save_async`), or, at the end of a stage, its finished folder."""
+
+
+def require_callbacks(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
+    """Callbacks as they were given.
+
+    Raises:
+        ConfigError: they are no list of objects of `Callback`.
+    """
+    is_list = not isinstance(callbacks, Callback | type)
+    others = [one for one in callbacks if not isinstance(one, Callback)] if is_list else [callbacks]
+    if others:
+        one: object = others[0]
+        found = f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
+        raise ConfigError(
+            f"callbacks must be a list of objects of classes derived from Callback; got {found}. "
+            "Write e.g. callbacks=[Mine()]."
+        )
+    return tuple(callbacks)
 
 
 class CallbackStop(BaseException):

@@ -226,8 +226,9 @@ def require_same_policy(
     cause = (
         "dropout is on: two forwards of one policy differ. Use --dropout 0"
         if config.dropout > 0 or config.lora.dropout > 0
-        else "the training and scoring forwards of this model disagree. Use --dtype fp32, or "
-        "raise ratio_tolerance if you know why"
+        else "the training and scoring forwards of this model disagree, or, in a loop of your own, "
+        "the policy was updated since it answered. Use --dtype fp32; learn from an experience once "
+        "(`epochs` for more passes); or raise ratio_tolerance if you know why"
     )
     raise NumericsError(
         "the policy ratio before the first update must be 1 (mean |log-ratio| at most "

@@ -49,7 +49,7 @@ from tandem.rewards.scoring import named
 from tandem.text import counted, visible
 from tandem.training.agreement import require_one_configuration
 from tandem.training.answer_records import shown_rows
-from tandem.training.callbacks import Callback, CallbackStop
+from tandem.training.callbacks import Callback, CallbackStop, require_callbacks
 from tandem.training.compare import compare, is_compared, policy_of_program
 from tandem.training.conversation_trial import check_environment
 from tandem.training.disk_room import require_room
@@ -140,7 +140,7 @@ def train(
     config, said = settle_shares(config, world)
     config, of_template = settle_template(config, world)
     run = Run(config, print_line, world)
-    run.callbacks = tuple(callbacks)
+    run.callbacks = require_callbacks(callbacks)
     if module is not None:
         _score_by(run, module)
     again = _again(run)

@@ -24,7 +24,7 @@ from tandem.metrics.log import MetricLog, MutedLog
 from tandem.metrics.notebook import in_notebook
 from tandem.metrics.timing import Phases
 from tandem.training.answer_records import AnswerKeeper
-from tandem.training.callbacks import Callback, CallbackStop
+from tandem.training.callbacks import Callback, CallbackStop, require_callbacks
 from tandem.training.given import digest_of_module
 from tandem.training.ppo import first_answers, restore_trainer, save_engine, state_of
 from tandem.training.ppo_trainer import PPOTrainer
@@ -75,7 +75,7 @@ class TrackedLoop:
         # The folder's only stage: nobody should wait for others that the configuration names.
         alone = replace(trainer.config, stages=(self.stage,))
         self.run = Run(alone, print_line, trainer.engine.world)
-        self.run.callbacks = tuple(callbacks)
+        self.run.callbacks = require_callbacks(callbacks)
         self.step = 0
         """The step that is running, or was the last."""
         self._loop: StepLoop | None = None

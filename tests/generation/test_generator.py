@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from tandem.config.schema import SamplingConfig
 from tandem.engine.forward import response_logprobs
-from tandem.errors import GenerationError, NumericsError
+from tandem.errors import ConfigError, GenerationError, NumericsError
 from tandem.generation.generator import generate
 from tandem.generation.stops import Stops
 from tandem.generation.streaming import stream
@@ -160,6 +160,11 @@ def test_stream_draws_from_the_same_distribution_as_generate() -> None:
     streamed = list(stream(model, row.token_ids, sampling, STOPS, seed=0))
     answer = generate(model, [row], sampling, STOPS, seed=9, step=1)
     assert " ".join(map(str, streamed)) == answer.responses[0]
+
+
+def test_answers_must_have_room_for_a_token() -> None:
+    with pytest.raises(ConfigError, match=r"sampling\.max_new_tokens must be >= 1; got 0"):
+        generate(wide_llama(), prompts(4), SamplingConfig(max_new_tokens=0), STOPS)
 
 
 @pytest.mark.parametrize(

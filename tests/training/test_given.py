@@ -169,11 +169,16 @@ def test_what_cannot_be_given_is_one_line(tmp_path: Path, tiny_model: str) -> No
         (r"got a DataFrame\. Give data\.to_dict\('records'\)", DataError,
          {"data": Dataset.from_list(rows).to_pandas()}),
         ("row 2 must be a dict", DataError, {"data": [{"prompt": "a"}, 3]}),
+        ("got the class Heard. Write e.g.", ConfigError, {"callbacks": [Heard]}),
+        ("got the class Heard. Write e.g.", ConfigError, {"callbacks": Heard}),
+        ("derived from Callback; got a Heard", ConfigError, {"callbacks": Heard()}),
         ("a torch module must go with an RL stage", ConfigError, {"reward_model": CountOf(3)}),
         ("must be a transformers model", ModelError, {"actor_model": CountOf(3)}),
     ):  # fmt: skip
         with pytest.raises(error, match=match):  # type: ignore[arg-type]
             train(config, **given, print_line=quiet)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"must be a RunConfig; got dict\. Use build_config"):
+        train({"actor_model": tiny_model})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="data must be given once"):
         train(bare(tmp_path / "run", output_dir="x").__class__(data=("a",)), data=rows)
     model.lm_head.forward = lambda x: x

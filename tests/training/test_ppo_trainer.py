@@ -11,7 +11,7 @@ import torch
 from tandem.config.schema import PPOConfig, RunConfig
 from tandem.config.updates import num_updates
 from tandem.data.render import Renderer
-from tandem.errors import NumericsError
+from tandem.errors import GenerationError, NumericsError
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.ops import native
 from tandem.training.make_engine import make_engine
@@ -123,6 +123,15 @@ def test_ratio_is_1_before_the_first_update_and_an_experience_is_not_changed(
         assert torch.equal(getattr(made, name), value)
     again = trainer.generate_experience(list(made.rollout.prompts), step=1)
     assert again.metrics["kl"] != 0.0
+
+
+def test_an_experience_is_learned_from_once(experience: tuple[PPOTrainer, Experience]) -> None:
+    trainer, made = experience
+    trainer.train_rlhf(made, step=1)
+    with pytest.raises(NumericsError, match=r"updated since it answered\. .* experience once"):
+        trainer.train_rlhf(made, step=2)
+    with pytest.raises(GenerationError, match=r"must be a PromptRow; got str\. Render it: "):
+        trainer.generate_experience(["Hello"], step=2)  # type: ignore[list-item]
 
 
 def test_a_policy_that_differs_from_itself_stops_the_run(tiny_model: str, tmp_path: Path) -> None:
