@@ -154,9 +154,7 @@ class Learner:
         self.shards.reshard()
         if isinstance(self.optimizer, MasterAdamW):
             if self.shards.sums_gradients:
-                gradients = self.optimizer.collect_all(self.shards.on_any)
-                self.shards.sum_gradients(gradients)
-                return gradients
+                return self.optimizer.collect_sums(self.shards.sum_gradients)
             return self.optimizer.collect()
         self.shards.finish_gradients(self.parameters)
         return [local(p.grad) for p in self.parameters if p.grad is not None]

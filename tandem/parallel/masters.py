@@ -25,6 +25,8 @@ from tandem.parallel.lanes import Lane, StreamLane
 from tandem.parallel.master_entries import Entry, Slice, bucketed
 from tandem.parallel.moments import MOMENTS
 
+AddUp = Callable[[Sequence[Tensor | None], Sequence[Tensor]], list[Tensor | None]]
+
 _MASTERS = "tandem_masters"
 """Where a model keeps its masters until an optimizer takes them."""
 
@@ -232,21 +234,17 @@ class MasterAdamW:
         self._down.land()
         return [entry.gradient for entry in self.state.values() if entry.gradient is not None]
 
-    def collect_all(self, on_any: Callable[[Sequence[bool]], Sequence[bool]]) -> list[Tensor]:
-        """As `collect`, with zeros for parameters whose gradient only other ranks have.
-
-        Args:
-            on_any: whether any rank has each gradient, from whether this one has.
-        """
+    def collect_sums(self, add_up: AddUp) -> list[Tensor]:
+        """As `collect`, of gradients added over the ranks by `Shards.sum_gradients`."""
         self.collect()
         entries = list(self.state.values())
-        found = on_any([entry.gradient is not None for entry in entries])
-        for entry, is_found in zip(entries, found, strict=True):
-            if is_found and entry.gradient is None:
-                entry.gradient = torch.zeros_like(
-                    local(entry.parameter.detach() if self._sums_on_device else entry["master"]),
-                    dtype=torch.float32,
-                )
+        like = [
+            local(entry.parameter.detach() if self._sums_on_device else entry["master"])
+            for entry in entries
+        ]
+        sums = add_up([entry.gradient for entry in entries], like)
+        for entry, gradient in zip(entries, sums, strict=True):
+            entry.gradient = gradient
         return self.collect()
 
     @torch.no_grad()

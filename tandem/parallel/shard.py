@@ -154,16 +154,9 @@ class Shards:
         """After the last backward: free gathered weights; sum gradients at stage 0."""
         self.reshard()
         if self.sums_gradients:
-            found = self.on_any([parameter.grad is not None for parameter in parameters])
-            for parameter, is_found in zip(parameters, found, strict=True):
-                if is_found and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            self.sum_gradients([p.grad for p in parameters if p.grad is not None])
-
-    def on_any(self, claims: Sequence[bool]) -> list[bool]:
-        """Whether each claim is true on any rank: a weight without a gradient everywhere must stay
-        as it is, which zeros would not leave it. All ranks call it."""
-        return [bool(number) for number in self.world.all_reduce_max(claims)]
+            sums = self.sum_gradients([parameter.grad for parameter in parameters], parameters)
+            for parameter, gradient in zip(parameters, sums, strict=True):
+                parameter.grad = gradient
 
     @property
     def sums_gradients(self) -> bool:
@@ -171,17 +164,38 @@ class Shards:
         return self.world.size > 1 and not self.units
 
     @torch.no_grad()
-    def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Add whole gradients over the ranks, in place and in buckets; all ranks call it."""
+    def sum_gradients(
+        self, gradients: Sequence[Tensor | None], like: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Add whole gradients over the ranks, in place and in buckets; all ranks call it.
+
+        A rank without one adds -0.0, which a sum keeps only where every rank added it: what no
+        rank has a gradient of has none afterwards, and AdamW leaves it as it is.
+
+        Args:
+            gradients: float32.
+            like: where a gradient that only others have is made, and of what shape.
+        """
+        some = [g[(0,) * g.dim()] for g in gradients if g is not None and g.numel()]
+        if some:
+            torch._foreach_add_(some, 0.0)  # makes 0.0 of -0.0
+        sums = [
+            torch.full_like(other, -0.0, dtype=torch.float32) if gradient is None else gradient
+            for gradient, other in zip(gradients, like, strict=True)
+        ]
         bucket: list[Tensor] = []
         size = 0
-        for gradient in gradients:
-            bucket.append(gradient)
-            size += gradient.numel()
+        for part in sums:
+            bucket.append(part)
+            size += part.numel()
             if size >= _BUCKET_ELEMENTS:
                 _sum_bucket(bucket)
                 bucket, size = [], 0
         _sum_bucket(bucket)
+        return [
+            None if gradient is None and _is_nothing(part) else part
+            for gradient, part in zip(gradients, sums, strict=True)
+        ]
 
     def restart_feedback(self) -> None:
         """Begin the error feedback of quantized gradients again from zero."""
@@ -305,6 +319,10 @@ def _without_views(output: Any) -> Any:
     if isinstance(output, Tensor) and output._is_view():
         return output.clone()
     return output
+
+
+def _is_nothing(gradient: Tensor) -> bool:
+    return bool(((gradient == 0) & gradient.signbit()).all())
 
 
 def _sum_bucket(gradients: list[Tensor]) -> None:

@@ -389,7 +389,7 @@ def train_spread(world: World, stage: int, dtype: torch.dtype = torch.float32) -
             total += loss.detach()
         shards.reshard()
         if shards.sums_gradients:
-            shards.sum_gradients(optimizer.collect_all(shards.on_any))
+            optimizer.collect_sums(shards.sum_gradients)
         world.all_reduce_(total)
         losses.append(float(total))
         norms.append(clip(optimizer, CLIP, shards))
