@@ -74,6 +74,9 @@ def why_not() -> str:
             compiler = _compiler()
             if compiler is None:
                 return _missing("no C++ compiler was found (set CXX, or install g++ or clang++)")
+            named = os.environ.get("CXX")
+            if named and not shutil.which(named):
+                print_line(f"CXX names {named!r}, which is no command here; {compiler} builds.\n")
             library = _built(compiler)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return _missing(f"the C++ operations did not build: {first_line(error)}")
@@ -258,12 +261,17 @@ def _run(commands: list[list[str]]) -> str:
                 process.communicate()
     return next(
         (
-            f"{shlex.join(command)}\n{output.strip() or 'failed without a word'}\n"
+            f"{shlex.join(command)}\n{output.strip() or _silent(process.returncode)}\n"
             for command, process, output in zip(commands, running, outputs, strict=True)
             if process.returncode
         ),
         "",
     )
+
+
+def _silent(code: int) -> str:
+    """What to say of a command that failed and printed nothing."""
+    return f"ended by signal {-code}, without a word" if code < 0 else "failed without a word"
 
 
 def _flags() -> list[str]:

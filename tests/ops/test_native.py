@@ -430,6 +430,27 @@ def test_a_failed_build_is_told_in_one_line_with_its_log(
     assert not list(empty_cache.glob("build-*")) + list(empty_cache.glob("*.so"))
 
 
+def test_a_compiler_that_is_killed_is_told_with_its_signal(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler(tmp_path, "kill -9 $$"))
+    assert "did not build: ended by signal 9, without a word (" in native.why_not.__wrapped__()
+
+
+def test_a_named_compiler_that_is_not_there_is_told(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    other = compiler(tmp_path, "echo error: no; exit 1")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CXX", "clang++-99 \x1b[2J")
+    assert "did not build: error: no (" in native.why_not.__wrapped__()
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first == (
+        f"tandem: CXX names 'clang++-99 \\x1b[2J', which is no command here; {other} builds."
+    )
+
+
 def test_processes_that_waited_for_a_failed_build_do_not_repeat_it(
     empty_cache: Path, tmp_path: Path
 ) -> None:
