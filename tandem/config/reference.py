@@ -19,7 +19,8 @@ _HEAD = """# Configuration
 Every knob of a run, as a key of `--config run.yaml` (sections are nested mappings) and as a flag
 (`--section.knob value`, some with a short name). Flags override the file; the resolved
 configuration is saved as `config.yaml` in the run's folder and can be used as a `--config` again.
-A flag is given once, and a list takes all its values behind one: `--data A B`.
+A flag is given once, and a list takes all its values behind one: `--data A B`; `--data ''` is an
+empty list.
 This page is generated from `tandem/config/schema.py`.
 """
 
