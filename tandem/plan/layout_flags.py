@@ -12,6 +12,10 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
           "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}  # fmt: skip
 
 
+_LEAST = 2**20
+"""Bytes: a smaller number is one of GiB without its unit."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayoutOptions:
     """Whether a layout is to be chosen, within so many bytes a rank (None: the device's)."""
@@ -54,11 +58,12 @@ def memory_bytes(text: str) -> float:
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
     unit = match[2] if match else "?"
     factor = _UNITS.get(unit) or _UNITS.get(f"{unit}ib")
-    if match is None or factor is None or float(match[1]) <= 0:
+    size = 0.0 if match is None or factor is None else float(match[1]) * factor
+    if size < _LEAST:
         raise ConfigError(
-            f"--memory-limit must be a size above 0 such as 2GiB or 800MiB; got {text!r}."
+            f"--memory-limit must be a size such as 2GiB or 800MiB, at least 1MiB; got {text!r}."
         )
-    return float(match[1]) * factor
+    return size
 
 
 def layout_help() -> str:

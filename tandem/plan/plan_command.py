@@ -178,6 +178,7 @@ def _asked(options: Any, rest: Sequence[str]) -> Asked:
     policy = config_of_shape(options.shape) if options.shape else None
     if policy is None:
         require_model(config)
+        policy = config_of(config.actor_model or config.reward_model)  # before a measurement
     if options.hardware:
         hardware = find_hardware(options.hardware, price)
     else:

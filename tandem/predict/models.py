@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tandem.config.schema import RunConfig
+from tandem.config.spellings import listed
 from tandem.errors import ConfigError, ModelError
 from tandem.memory.dimensions import Shape, scaled, shape_from
 from tandem.text import one_line
@@ -38,7 +40,7 @@ def config_of(name: str) -> dict[str, Any]:
         if known is None:
             raise ModelError(
                 f"model {name!r} must be a folder with config.json, a hub name in the hub's cache, "
-                f"or one of {', '.join(published_names())}; got none of them. Download its "
+                f"or a published size; got none of them. {_near_sizes(name)}Download its "
                 "config.json, or give --shape layers=N,width=N,..."
             )
         return known
@@ -83,6 +85,15 @@ def _decoder_of(file: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 def _number_beyond_json(found: dict[str, Any]) -> Any:
     """Infinity and its like, as transformers writes them: {"__float__": "Infinity"}."""
     return float(found["__float__"]) if found.keys() == {"__float__"} else found
+
+
+def _near_sizes(name: str) -> str:
+    """Advice on the published sizes that a name may mean."""
+    names = published_names()
+    sizes = {each.rpartition("/")[2].lower(): each for each in names}
+    wanted = Path(name).name.lower()
+    near = [sizes[size] for size in get_close_matches(wanted, sizes, n=2, cutoff=0.8)]
+    return f"Did you mean {listed(near)}? " if near else f"These are {', '.join(names)}. "
 
 
 def _base_of_adapter(folder: Path) -> str:

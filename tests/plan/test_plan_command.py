@@ -164,7 +164,7 @@ def test_a_disk_that_is_too_small_is_said(
         (("--shape", "layers=4,depth=3", "--hardware", "H100"), "got 'depth=3'"),
         (("--shape", "layers=4", "--hardware", "H100"), "--shape must say width"),
         (("--actor-model", "no/such", "--hardware", "H100"), "a hub name in the hub's cache"),
-        ((*SHAPE, "--hardware", "H100", "--memory-limit", "much"), "a size above 0 such as 2GiB"),
+        ((*SHAPE, "--hardware", "H100", "--memory-limit", "much"), "a size such as 2GiB"),
         (("--grade", "nowhere"), "got none"),
         (("--refit",), "--refit must get folders"),
     ],
@@ -380,11 +380,30 @@ def test_a_layout_that_clears_a_list_is_shown_as_it_can_be_typed() -> None:
     assert parse_run_flags(shlex.split(f"--actor-model x --data y {flags}"), "train")
 
 
+def test_a_mistyped_size_is_told_before_this_machine_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.plan.plan_command.this_machine", None)
+    for name, meant in (
+        ("facebook/opt-13", "facebook/opt-13b or facebook/opt-1.3b"),
+        ("Qwen/Qwen2.5-7", "Qwen/Qwen2.5-7B or Qwen/Qwen2.5-7"),
+        ("opt-1.3b", "facebook/opt-1.3b or facebook/opt-13b"),
+    ):
+        assert main(["plan", "--actor-model", name]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"got none of them. Did you mean {meant}" in line
+    assert main(["plan", "--actor-model", "unheard/of"]) == 2
+    assert "These are facebook/opt-125m, " in capsys.readouterr().err
+
+
 def test_layout_flags_are_taken_off() -> None:
     options, rest = take_layout_flags(["--seed", "3", "--auto-layout", "--memory-limit=1.5GiB"])
     assert (options.auto, options.limit, rest) == (True, 1.5 * 2**30, ["--seed", "3"])
     assert memory_bytes("800MB") == 8e8
     assert memory_bytes("2g") == 2**31
+    for small in ("24", "1000", "0.5MiB", "0", "x"):
+        with pytest.raises(ConfigError, match=f"a size such as 2GiB .*; got '{small}'"):
+            memory_bytes(small)
     with pytest.raises(ConfigError, match="must go with --auto-layout"):
         take_layout_flags(["--memory-limit", "1GiB"])
     with pytest.raises(ConfigError, match="--memory-limit must be given once"):
