@@ -6,6 +6,7 @@ is an optional one, and imported only where a form is asked for.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tandem.config.form_limits import parser_limits, too_costly, too_long
+from tandem.errors import ConfigError
 from tandem.text import first_line
 
 if TYPE_CHECKING:
@@ -41,9 +44,9 @@ class AnswerForm:
     @staticmethod
     def of_json(schema: Mapping[str, Any] | bool | None = None) -> AnswerForm:
         """JSON that satisfies a schema; any object if None."""
-        return AnswerForm(
-            "json_schema", json.dumps({"type": "object"} if schema is None else schema)
-        )
+        if isinstance(schema, bool) or schema is None:
+            schema = {None: {"type": "object"}, True: {}, False: {"enum": []}}[schema]
+        return AnswerForm("json_schema", json.dumps(schema))
 
     @staticmethod
     def of_regex(pattern: str) -> AnswerForm:
@@ -65,6 +68,8 @@ class AnswerForm:
         require_library()
         from llguidance.gbnf_to_lark import any_to_lark
 
+        if found := too_long(text):
+            raise FormError(f"be a grammar that can be followed in time; got {found}")
         try:
             return AnswerForm("lark", any_to_lark(text))
         except Exception as error:  # of a parser that raises many
@@ -101,12 +106,14 @@ class AnswerForm:
         require_library()
         from llguidance import LLMatcher
 
+        if found := too_costly(self.kind, self.text):
+            raise FormError(f"be {self._kind} that can be followed in time; got {found}")
         try:
             grammars = [{"lark_grammar": "start: @answer"}, *self.grammars("answer")]
         except ValueError as error:
             raise FormError(f"be {self._kind}; got {_short(error)}") from None
         is_error, said = LLMatcher.validate_grammar_with_warnings(
-            json.dumps({"grammars": grammars})
+            json.dumps({"grammars": grammars}), limits=parser_limits()
         )
         if is_error:
             raise FormError(f"be {self._kind} that can be followed; got: {_short(said[0])}")
@@ -144,6 +151,26 @@ def form_of(sampling: SamplingConfig) -> AnswerForm | None:
         FormError: it cannot be read; the text begins with the knob.
     """
     return _form(sampling.json_schema, sampling.regex)
+
+
+def forget_forms() -> None:
+    """Read files of schemas anew: a run keeps the text that it began with."""
+    _form.cache_clear()
+
+
+def schema_digest(sampling: SamplingConfig) -> str:
+    """SHA-256 of the schema in the file that `json_schema` names; "" if it names none.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    value = sampling.json_schema
+    if not value or value.lstrip().startswith("{"):
+        return ""
+    try:
+        return hashlib.sha256(json.dumps(_schema(value)).encode()).hexdigest()
+    except FormError as error:
+        raise ConfigError(f"sampling.json_schema must {error}") from None
 
 
 @lru_cache(maxsize=16)

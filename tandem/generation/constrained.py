@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from tandem.config.answer_form import AnswerForm, require_library
+from tandem.config.form_limits import parser_limits, too_costly
 from tandem.data.call_grammar import calls_form
 from tandem.data.grammar_text import GrammarText
 from tandem.data.render import Renderer
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 _KEPT_GRAMMARS = 32
 """Grammars that are kept compiled, for the next answer of the same form."""
+_ONE_STEP = '%llguidance {"no_forcing": true}'
+"""Find one step's tokens, without following on what must come behind them, which may be long."""
 _ALL = -1
 """32 bits, all set."""
 
@@ -59,7 +62,9 @@ class Constraint:
         ended."""
         if self._is_over:
             return None
-        return np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        # llguidance ends what it cannot follow, as if it had its form.
+        return np.zeros_like(bits) if self._matcher.is_error() else bits
 
     def take(self, token: int) -> None:
         """The answer has got this token."""
@@ -133,11 +138,20 @@ class Constrainer:
 
     def calls(self, tools: str, name: str = "", *, one: bool = False) -> AnswerForm | None:
         """Calls of tools as a form (see `calls_form`); None where there are no tools, or the
-        template does not show how calls are written."""
+        template does not show how calls are written.
+
+        Raises:
+            GenerationError: the tools' schemas are too costly to follow.
+        """
         reader = self._renderer.call_reader if tools else None
         if reader is None or reader.shape is None:
             return None
-        return calls_form(reader.shape, self._writing, tools, name, one=one)
+        form = calls_form(reader.shape, self._writing, tools, name, one=one)
+        if form is not None and (found := too_costly(form.kind, form.text)):
+            raise GenerationError(
+                f"schemas of tools must be such that can be followed in time; got {found}."
+            )
+        return form
 
     def or_calls(self, form: AnswerForm, tools: str) -> AnswerForm:
         """The form, or calls of tools, if there are any."""
@@ -181,11 +195,12 @@ class Constrainer:
     def _begun(self, rules: str, form: AnswerForm) -> Constraint:
         from llguidance import LLMatcher
 
-        grammar = json.dumps({"grammars": [{"lark_grammar": rules}, *form.grammars("answer")]})
+        first = {"lark_grammar": f"{_ONE_STEP}\n{rules}"}
+        grammar = json.dumps({"grammars": [first, *form.grammars("answer")]})
         with self._lock:
             matcher = self._kept.get(grammar)
             if matcher is None:
-                matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+                matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
                 self._kept[grammar] = matcher
             self._kept.move_to_end(grammar)
             while len(self._kept) > _KEPT_GRAMMARS:

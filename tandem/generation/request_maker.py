@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from tandem.config.answer_form import FormError, form_of
+from tandem.config.answer_form import FormError, forget_forms, form_of
 from tandem.config.schema import SamplingConfig
 from tandem.data.render import Renderer
 from tandem.errors import GenerationError
@@ -59,7 +59,9 @@ def constraint_of(
 
 
 def form_problems(sampling: SamplingConfig, renderer: Renderer) -> list[str]:
-    """Why answers in this conversation format cannot have the form that is asked of them."""
+    """Why answers in this conversation format cannot have the form that is asked of them, which is
+    read anew."""
+    forget_forms()
     try:
         constraint_of(Stops.of(renderer), sampling, ())
     except GenerationError as error:

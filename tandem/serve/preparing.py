@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem.data.changed_json import texts_of
 from tandem.data.render import IN_MEMORY, Renderer
@@ -69,7 +69,7 @@ async def prepare_chat(
         try:
             refuse_long(renderer, messages[:-1] if continues else messages, tools, most)
             if continues:
-                return _begun(renderer, messages, wish)
+                return _begun(renderer, messages)
             row = renderer.prompt(messages, tools=tools)
         except DataError as error:
             raise ApiError(str(error), "messages") from None
@@ -78,37 +78,31 @@ async def prepare_chat(
         if tools:  # how calls are read is found out once, which takes a moment
             renderer.spoken("", tools, ())
         thoughts = thoughts_behind(renderer, row.token_ids)
-        constraint = constraint_of(renderer, wish, row.token_ids, tools=tools)
         return Prepared(
-            row.token_ids,
-            tuple(messages),
-            tools=tools,
-            thoughts=thoughts,
-            constraint=constraint,
-            renderer=renderer,
+            row.token_ids, tuple(messages), tools=tools, thoughts=thoughts, renderer=renderer
         )
 
-    return await service.in_text_thread(rendered)
+    prepared = await service.in_text_thread(rendered)
+    if wish == NO_WISH:
+        return prepared
+
+    def formed() -> Constraint | None:
+        renderer, ids, begun = loaded.rendering(variables), prepared.token_ids, ()
+        if continues:
+            prompt = renderer.prompt(prepared.messages).token_ids
+            ids, begun = prompt, ids[len(prompt) :]
+        return constraint_of(renderer, wish, ids, tools=tools, begun=begun)
+
+    return replace(prepared, constraint=await service.in_form_thread(formed))
 
 
-def _begun(renderer: Renderer, messages: Sequence[Message], wish: Wish) -> Prepared:
+def _begun(renderer: Renderer, messages: Sequence[Message]) -> Prepared:
     """A conversation as ids, up to the end of the last turn's text."""
     *asked, last = messages
     ids = renderer.conversation(asked, last.content, IN_MEMORY, True, goes_on=True).token_ids
     begun = last.content
     thoughts = thoughts_within(renderer, begun) if begun else thoughts_behind(renderer, ids)
-    constraint = None
-    if wish.form is not None:
-        prompt = renderer.prompt(asked).token_ids
-        constraint = constraint_of(renderer, wish, prompt, begun=ids[len(prompt) :])
-    return Prepared(
-        ids,
-        tuple(asked),
-        thoughts=thoughts,
-        begun=begun,
-        constraint=constraint,
-        renderer=renderer,
-    )
+    return Prepared(ids, tuple(asked), thoughts=thoughts, begun=begun, renderer=renderer)
 
 
 def refuse_long(
@@ -176,18 +170,23 @@ async def prepare_text(
                 ids = loaded.encode(prompt)
             except DataError as error:
                 raise ApiError(str(error), "prompt") from None
-            constraint = constraint_of(loaded.renderer, wish, ids, is_chat=False)
-            return Prepared(ids, (Message("user", prompt),), prompt, constraint=constraint)
+            return Prepared(ids, (Message("user", prompt),), prompt)
         for token in (min(prompt), max(prompt)):
             if not 0 <= token < loaded.vocabulary:
                 raise ApiError(
                     f"prompt must hold token ids from 0 to {loaded.vocabulary - 1}; got {token}.",
                     "prompt",
                 )
-        constraint = constraint_of(loaded.renderer, wish, prompt, is_chat=False)
-        return Prepared(prompt, (), loaded.decode(prompt), constraint=constraint)
+        return Prepared(prompt, (), loaded.decode(prompt))
 
-    return await service.in_text_thread(rendered)
+    prepared = await service.in_text_thread(rendered)
+    if wish == NO_WISH:
+        return prepared
+
+    def formed() -> Constraint | None:
+        return constraint_of(loaded.renderer, wish, prepared.token_ids, is_chat=False)
+
+    return replace(prepared, constraint=await service.in_form_thread(formed))
 
 
 def check_limits(

@@ -131,12 +131,14 @@ class Service:
         self._mailbox: Mailbox | None = None
         self._loader = ThreadPoolExecutor(1, "tandem-load")
         self._text = ThreadPoolExecutor(1, "tandem-text")
+        self._forms = ThreadPoolExecutor(1, "tandem-forms")
 
     def close(self) -> None:
         """End the threads; the models are freed with the service."""
         self.engine.close()
         self._loader.shutdown(wait=False, cancel_futures=True)
         self._text.shutdown(wait=False, cancel_futures=True)
+        self._forms.shutdown(wait=False, cancel_futures=True)
 
     def mailbox(self) -> Mailbox:
         """That of the running loop."""
@@ -248,6 +250,10 @@ class Service:
     async def in_text_thread(self, work: Callable[[], T]) -> T:
         """Run tokenizer work off the event loop; one at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._text, work)
+
+    async def in_form_thread(self, work: Callable[[], T]) -> T:
+        """Make what keeps answers in a form, one at a time; requests without one go on."""
+        return await asyncio.get_running_loop().run_in_executor(self._forms, work)
 
     async def in_engine(self, work: Callable[[], T]) -> T:
         """Run model work between two steps of the engine."""

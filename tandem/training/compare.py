@@ -200,6 +200,8 @@ def _made_from(run: Run) -> dict[str, Any]:
     knobs = identity.knobs(name for name, _ in config_knobs() if name.startswith(measuring))
     if template := identity.of_template():  # where its file lies does not matter
         knobs["dataset.chat_template"] = template
+    if schema := identity.of_schema():
+        knobs["sampling.json_schema"] = schema
     made_from: dict[str, Any] = {
         "stages": finished,
         "knobs": knobs,

@@ -17,6 +17,7 @@ import transformers
 from tandem import processor
 from tandem.checkpoint.folder import MANIFEST, read_manifest
 from tandem.checkpoint.state import newest_numbers
+from tandem.config.answer_form import schema_digest
 from tandem.config.load import config_knobs, dump_config, knob_value
 from tandem.config.rules import selecting
 from tandem.config.schema import RunConfig, rl_section
@@ -50,6 +51,8 @@ _SHARED = (
 _GIVEN = ("actor_model", "reward_model", "reference_model", "critic_model")
 # The template of conversations; where its file lies does not matter.
 _TEMPLATE = ("dataset.chat_template", "the chat template")
+# The same of the schema that answers have.
+_SCHEMA = ("sampling.json_schema", "the schema of answers")
 # What later stages build on: rows that are theirs or held out, how they are rendered, and in what
 # form weights are left.
 _BUILT_ON = (
@@ -111,6 +114,11 @@ class Identity:
         """The text of the run's own chat template; nothing without one."""
         return {_TEMPLATE[1]: {"its text": self._template}} if self._template else {}
 
+    def of_schema(self) -> dict[str, Any]:
+        """The text of the file of `sampling.json_schema`; nothing without one."""
+        digest = schema_digest(self.config.sampling)
+        return {_SCHEMA[1]: {"its text": digest}} if digest else {}
+
     def note_rows(self, digests: Sequence[str]) -> None:
         """Keep the fingerprints of the data sets, in the order in which they are read."""
         left = iter(digests)
@@ -120,7 +128,7 @@ class Identity:
 
     def made_from(self, stage_name: str) -> dict[str, Any]:
         """What the stage depends on: knobs by dotted name, and digests of the rows, the models'
-        files, the earlier stages and the reward function's code."""
+        files, the earlier stages, the answers' schema and the reward function's code."""
         stage = stage_of(stage_name)
         depends_on = {*_SHARED, *stage.knobs, stage.section}
         if stage.after:  # it may train adapters further that share their base
@@ -147,6 +155,8 @@ class Identity:
                 given.add(stage_of(name).given)
         given |= {knob for knob in ("reference_model", "critic_model") if made_from.get(knob)}
         made_from |= self.of_template()
+        if "sampling" in depends_on:
+            made_from |= self.of_schema()
         for knob in sorted(given):
             made_from[knob] = knob_value(self.config, knob)
             made_from[f"the files of {knob}"] = self.files_of(knob)
@@ -280,7 +290,7 @@ class Identity:
             and not (name.startswith(ROWS) and name not in now)
             # A model may lie elsewhere now: its files say whether it is another.
             and not (name in _GIVEN and _is_alike(before, now, f"the files of {name}"))
-            and not (name == _TEMPLATE[0] and _is_alike(before, now, _TEMPLATE[1]))
+            and not any(name == x and _is_alike(before, now, y) for x, y in (_TEMPLATE, _SCHEMA))
         ]
 
 

@@ -158,7 +158,7 @@ def _made_from(settings: SampleSettings, rows: StepRows, world: World) -> dict[s
         "--min-reward": choice.min_reward,
         "--keep-cut-off": choice.keep_cut_off,
     }
-    made_from |= identity.of_template()
+    made_from |= identity.of_template() | identity.of_schema()
     if reward or functions:
         made_from |= identity.knobs(_REWARD_DEPENDS_ON)
     if reward:

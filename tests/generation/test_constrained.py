@@ -360,6 +360,44 @@ def test_what_is_asked_for_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatc
         few.check()
 
 
+@pytest.mark.parametrize(
+    "grammar", ["start: start", "start: A\nA: /a/ & /b/", "start: @answer", "start: /[^\\s\\S]/"]
+)
+def test_a_form_that_no_text_has_is_refused(grammar: str) -> None:
+    form = AnswerForm("lark", grammar).check()
+    with pytest.raises(GenerationError, match="form must be one that can be followed"):
+        Constrainer(renderer_of()).text(form)
+
+
+def test_an_answer_that_cannot_have_its_form_any_more_does_not_end_as_if_it_had() -> None:
+    form = AnswerForm("lark", 'start: "a" x | "a" Y\nx: x\nY: /[^\\s\\S]/').check()
+    renderer, model = renderer_of(), model_of()
+    constrainer = Constrainer(renderer)
+    talk = Conversations(model, Stops.of(renderer), slots=1)
+    with talk:
+        made = constrainer.text(form)
+        (handle,) = talk.submit_samples((1, 2), SamplingConfig(), seed=1, constraint=made)
+        while not handle.ended:
+            talk.step()
+    assert handle.stop_token is None
+    assert isinstance(handle.error, GenerationError)
+    assert "it left none at token" in str(handle.error)
+
+
+def test_a_form_that_is_too_costly_ends_its_answer_alone() -> None:
+    steep = AnswerForm.of_regex("((a{1000}){1000}){1000}").check()
+    renderer, model = renderer_of(), model_of()
+    with Conversations(model, Stops.of(renderer), slots=2) as talk:
+        sampling, made = SamplingConfig(max_new_tokens=5), Constrainer(renderer).text(steep)
+        (free,) = talk.submit_samples((1, 2), sampling, seed=1)
+        (formed,) = talk.submit_samples((1, 2), sampling, seed=1, constraint=made)
+        while not (free.ended and formed.ended):
+            talk.step()
+    assert free.error is None
+    assert isinstance(formed.error, GenerationError)
+    assert "Ask for a simpler form" in str(formed.error)
+
+
 def test_a_form_that_the_model_cannot_write_is_told_apart_from_nan() -> None:
     renderer, model = renderer_of(), tiny_llama(20)  # it has none of the letters' tokens
     prompt = replace(rows("yes")[0], token_ids=(1, 2, 3))

@@ -14,7 +14,7 @@ from huggingface_hub import ModelInfo
 
 from tandem.config.schema import RunConfig
 from tandem.config.spellings import RENAMED
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, ConfigError
 from tandem.models import source
 from tandem.parallel.world import World
 from tandem.rewards.loading import source_files
@@ -151,6 +151,26 @@ def test_a_parallel_knob_that_a_record_lacks_was_off(stopped: StoppedRun) -> Non
     other = Identity(replace(stopped.config, parallel=parallel), run, World())
     with pytest.raises(CheckpointError, match=r"changed: parallel\.shared_base null -> true\. "):
         other.require_same("ppo", run, before)
+
+
+def test_a_schema_of_answers_counts_by_its_text(tiny_model: str, tmp_path: Path) -> None:
+    write_preferences(tmp_path / "data.jsonl", 20)
+
+    def identity(file: str) -> Identity:
+        data, schema = str(tmp_path / "data.jsonl"), str(tmp_path / file)
+        config = tiny_config(tmp_path / "run", tiny_model, data, sampling__json_schema=schema)
+        return Identity(config, tmp_path / "run", World())
+
+    first = tmp_path / "first.json"
+    first.write_text('{"type": "object"}', encoding="utf-8")
+    before = identity("first.json").made_from("ppo")
+    shutil.copy(first, tmp_path / "moved.json")
+    assert identity("moved.json").changes("ppo", before) == []
+    edited(first)
+    assert identity("first.json").changes("ppo", before) == ["the schema of answers (its text)"]
+    first.unlink()
+    with pytest.raises(ConfigError, match=r"^sampling.json_schema must be .* that can be read"):
+        identity("first.json").made_from("ppo")
 
 
 def test_what_nobody_reads_may_change(stopped: StoppedRun) -> None:
