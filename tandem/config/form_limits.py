@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 from math import lcm
@@ -85,9 +86,7 @@ def _schemas_in(grammar: str) -> list[Any]:
     while at >= 0:
         at += len("%json")
         start = at + len(grammar[at:]) - len(grammar[at:].lstrip())
-        try:
+        with suppress(ValueError, RecursionError):  # llguidance says so
             found.append(decoder.raw_decode(grammar, start)[0])
-        except (ValueError, RecursionError):
-            pass  # llguidance says so
         at = grammar.find("%json", at)
     return found
