@@ -36,6 +36,7 @@ _KEPT_GRAMMARS = 32
 """Grammars that are kept compiled, for the next answer of the same form."""
 _ONE_STEP = '%llguidance {"no_forcing": true}'
 """Find one step's tokens, without following on what must come behind them, which may be long."""
+_ENDED = "no text goes on from here and has the form"
 _ALL = -1
 """32 bits, all set."""
 
@@ -83,7 +84,8 @@ class Constraint:
     def stuck(self) -> str:
         """What to say where `bits` leaves none of the model's tokens."""
         if self._matcher.is_error():
-            return " ".join(self._matcher.get_error().split())
+            said = " ".join(self._matcher.get_error().partition("<state>")[0].split())
+            return _ENDED if said.startswith("NoExtension") else said
         return "the model has no token for what must come"
 
 
