@@ -44,8 +44,10 @@ class AnswerForm:
     @staticmethod
     def of_json(schema: Mapping[str, Any] | bool | None = None) -> AnswerForm:
         """JSON that satisfies a schema; any object if None."""
-        if isinstance(schema, bool) or schema is None:
-            schema = {None: {"type": "object"}, True: {}, False: {"enum": []}}[schema]
+        if schema is None:
+            schema = {"type": "object"}
+        elif isinstance(schema, bool):
+            schema = {} if schema else {"enum": []}
         return AnswerForm("json_schema", json.dumps(schema))
 
     @staticmethod

@@ -46,9 +46,10 @@ from tandem.types import Experience, PromptRow
 _BENDING = (
     *("top_p", "top_k", "min_p", "min_new_tokens"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("json_schema", "regex"),
 )
 """Knobs of sampling that draw from another distribution than the policy's at the temperature."""
+_FORMS = ("json_schema", "regex")
+"""The same, of texts."""
 
 _OF_POLICY_LOSS = ("policy_loss", "clip_fraction")
 """Metrics of a loss that is 0 where nothing rewards."""
@@ -253,9 +254,9 @@ def notes_on_kl(config: RunConfig, *, has_reference: bool) -> Iterator[str]:
         return
     sampling, default, rl = config.sampling, SamplingConfig(), rl_section(config)
     bends = [
-        f"--sampling.{name.replace('_', '-')} {getattr(sampling, name):g}"
-        for name in _BENDING
-        if getattr(sampling, name) != getattr(default, name)
+        f"--sampling.{name.replace('_', '-')}" + (f" {value:g}" if name not in _FORMS else "")
+        for name in (*_BENDING, *_FORMS)
+        if (value := getattr(sampling, name)) != getattr(default, name)
     ]
     if bends or sampling.logit_bias:
         bends += ["--sampling.logit-bias"] * bool(sampling.logit_bias)

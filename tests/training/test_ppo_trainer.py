@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.ops import native
 from tandem.training.make_engine import make_engine
 from tandem.training.minibatches import minibatches
+from tandem.training.ppo import notes_on_kl
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.types import Experience, Message, PromptRow
 from tests.tiny import tiny_config
@@ -299,3 +301,20 @@ def test_old_logprobs_by_a_forward_are_the_samplers(tiny_model: str, tmp_path: P
     largest = forward.metrics["rollout_gap_max"]
     assert forward.metrics["rollout_gap"] <= largest <= (0.0 if native.available() else 1e-4)
     assert ours.metrics["entropy"] == pytest.approx(forward.metrics["entropy"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "named"),
+    [
+        ({"sampling__regex": "yes|no"}, "(--sampling.regex)"),
+        ({"sampling__json_schema": "{}"}, "(--sampling.json-schema)"),
+        ({"sampling__top_p": 0.5, "sampling__regex": "a"}, "(--sampling.top-p 0.5, --sampling.reg"),
+    ],
+)
+def test_a_kl_along_answers_that_are_drawn_otherwise_is_noted(
+    knobs: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path, "model", "data.jsonl", **knobs)
+    (note,) = notes_on_kl(config, has_reference=True)
+    assert named in note
+    assert list(notes_on_kl(config, has_reference=False)) == []
