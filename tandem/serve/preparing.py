@@ -87,11 +87,10 @@ async def prepare_chat(
         return prepared
 
     def formed() -> Constraint | None:
-        renderer, ids, begun = loaded.rendering(variables), prepared.token_ids, ()
-        if continues:
-            prompt = renderer.prompt(prepared.messages).token_ids
-            ids, begun = prompt, ids[len(prompt) :]
-        return constraint_of(renderer, wish, ids, tools=tools, begun=begun)
+        renderer, ids = loaded.rendering(variables), prepared.token_ids
+        asked = renderer.prompt(prepared.messages).token_ids if continues else ids
+        begun = ids[len(asked) :]
+        return constraint_of(renderer, wish, asked, tools=tools, begun=begun)
 
     return replace(prepared, constraint=await service.in_form_thread(formed))
 
