@@ -148,7 +148,11 @@ def alpaca(row: Row, source: Source) -> Sample:
     prompt = Message("user", joined_instruction(row))
     turns = with_system((*history_turns(row.get("history")), prompt), row)
     turns = check_prompt(turns, "instruction")
-    return labelled(Sample(source, turns, text_of(row["output"], "output")), row)
+    output, joins = row["output"], any(row.get(name) for name in ("input", "history"))
+    if isinstance(output, list) and len(output) > 1 and not joins:
+        advice = "Answers, the best one first, are read with ::prompt=instruction,ranking=output."
+        raise RowProblem("output", describe(output), "be text", advice)
+    return labelled(Sample(source, turns, text_of(output, "output")), row)
 
 
 def plain_text(row: Row, source: Source) -> Sample:

@@ -237,6 +237,21 @@ def test_columns_that_differ_in_case_alone_get_the_map_that_reads_them(
     to_sample(row, HERE, parse_columns(map_.split(","), "columns"))
 
 
+def test_a_list_of_answers_in_output_gets_the_map_that_reads_it() -> None:
+    row = {"instruction": "Add.", "input": "", "output": ["4", "5"]}
+    with pytest.raises(RowProblem) as problem:
+        to_sample(row, HERE)
+    map_ = "prompt=instruction,ranking=output"
+    told = str(problem.value.at(HERE).error())
+    assert f"found a list of 2. Answers, the best one first, are read with ::{map_}." in told
+    sample = to_sample(row, HERE, parse_columns(map_.split(","), "columns"))
+    assert "4" in str(sample)
+    with pytest.raises(
+        RowProblem, match=r"output must be text; found a list of 2\. $|list of 2\.$"
+    ):
+        to_sample({**row, "input": "2+2"}, HERE)  # which a map would leave out
+
+
 def test_columns_in_upper_case_that_no_map_can_join() -> None:
     row = {"Instruction": "Add.", "Input": "2+2", "Output": "4"}
     with pytest.raises(RowProblem, match=r"its columns in lower case .* Rename its columns\."):
