@@ -67,6 +67,7 @@ def _common_multiple(schema: Any) -> int:
 
 
 def _multiples(schema: Any) -> Iterator[float]:
+    """The values of `multipleOf` anywhere in a schema."""
     parts = [schema]
     while parts:
         part = parts.pop()

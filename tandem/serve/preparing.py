@@ -87,6 +87,7 @@ async def prepare_chat(
         return prepared
 
     def formed() -> Constraint | None:
+        """In another thread: large schemas take seconds."""
         renderer, ids = loaded.rendering(variables), prepared.token_ids
         asked = renderer.prompt(prepared.messages).token_ids if continues else ids
         begun = ids[len(asked) :]
@@ -183,6 +184,7 @@ async def prepare_text(
         return prepared
 
     def formed() -> Constraint | None:
+        """In another thread: large schemas take seconds."""
         return constraint_of(loaded.renderer, wish, prepared.token_ids, is_chat=False)
 
     return replace(prepared, constraint=await service.in_form_thread(formed))
