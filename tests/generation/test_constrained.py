@@ -426,7 +426,7 @@ def test_sessions_that_keep_numbers_do_not_run_ahead(monkeypatch: pytest.MonkeyP
 
 def test_a_real_tokenizer_of_words_with_spaces(shared: Path) -> None:
     """The answer's first word has the space that the template and the tokenizer put there."""
-    tokenizer = AutoTokenizer.from_pretrained(shared / "data" / "tokenizers" / "gpt2")
+    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "gpt2")
     renderer = Renderer(tokenizer)
     assert renderer.lead == " "
     prompt = renderer.prompt("Is it?")

@@ -477,7 +477,8 @@ def test_a_row_has_its_prompts_tools_and_calls() -> None:
         (["--temperature", "0"], "sampling.temperature must be >= 0.0001; got 0"),
         (["--output", "a.csv"], "--output must end in .jsonl; got 'a.csv'"),
         (["--model", "sft"], "--model must go with a run's folder"),
-        (["--data"], "data must name at least one data set; got none"),
+        (["--data"], "--data must have values; got none"),
+        (["--data", ""], "data must name at least one data set; got none"),
         (["--scoring.reward-models", "x"], "scoring.reward_models must be empty without"),
     ],
 )
