@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
     from tandem.data.render import Renderer
 
-_REMEMBERED = 1_000_000
-"""Texts of tokens behind another that are kept in memory."""
+_REMEMBERED = 200_000
+"""Texts of tokens behind another that are kept in memory, some 165 bytes each; one that is not
+takes 10 us, ten times as long."""
 _HALF = "\ufffd"
 """What bytes of an unfinished character are decoded to."""
 _MOST = 16
