@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
 import math
 import operator
 import os
@@ -305,6 +306,8 @@ def _build(
             nested = typing.cast(type, hints[key])
             values[key] = _build(nested, value, f"{name}.", problems, sections)
         else:
+            if name == "sampling.json_schema" and isinstance(value, Mapping):
+                value = json.dumps(value)  # in YAML it need be no text
             try:
                 values[key] = _convert(value, hints[key])
             except ValueError as error:

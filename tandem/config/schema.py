@@ -6,6 +6,7 @@ these as YAML and checks them; `docs/config.md` is generated from this file.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from typing import Literal
@@ -76,6 +77,8 @@ class SamplingConfig:
     num_generations), 2 with stage online-dpo."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.json_schema, dict):  # as Python code may give it
+            object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
         at_home(self)
 
     def logit_biases(self) -> dict[int, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -24,7 +25,7 @@ from tandem.config.load import (
     load_config,
 )
 from tandem.config.nearest import SHORT_NAMES
-from tandem.config.schema import PPOConfig, RunConfig
+from tandem.config.schema import PPOConfig, RunConfig, SamplingConfig
 from tandem.errors import ConfigError
 
 
@@ -365,6 +366,21 @@ def knob_of(config: RunConfig, name: str) -> object:
 
 def test_these_knobs_are_paths() -> None:
     assert {name for name, knob in config_knobs() if knob.metadata.get("path")} == set(PATHS)
+
+
+def test_a_schema_may_stand_in_yaml_and_in_python_as_it_is(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"age": {"type": "integer"}}}
+    (tmp_path / "run.yaml").write_text(
+        "sampling:\n  json_schema:\n    type: object\n    properties: {age: {type: integer}}\n"
+    )
+    config = load_config(tmp_path / "run.yaml")
+    assert json.loads(config.sampling.json_schema) == schema
+    (tmp_path / "again.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "again.yaml") == config
+    given: Any = schema
+    assert SamplingConfig(json_schema=given) == config.sampling
+    with pytest.raises(ConfigError, match=r"sampling\.regex must be text"):
+        build_config({"sampling": {"regex": schema}})
 
 
 @pytest.mark.parametrize("name", PATHS)
