@@ -110,6 +110,14 @@ def allowed_tokens(
     return torch.from_numpy(unpacked.view(np.bool_)).to(device)
 
 
+def take_drawn(requests: Sequence[Request], tokens: Tensor) -> None:
+    """Tell the forms of answers what was drawn, (n,), which the host waits for: the next tokens
+    depend on it."""
+    for request, token in zip(requests, tokens.tolist(), strict=True):
+        if request.constraint is not None:
+            request.constraint.take(token)
+
+
 class Constrainer:
     """Makes the constraints of answers in one conversation format."""
 

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from tandem.errors import ModelError
-from tandem.generation.constrained import allowed_tokens
+from tandem.generation.constrained import allowed_tokens, take_drawn
 from tandem.generation.observed import observe, read_observed
 from tandem.generation.sampler import Draw, TokenCounts
 from tandem.generation.scheduler import Request
@@ -299,9 +299,7 @@ class _Sampler(LogitsProcessor):
         allowed = allowed_tokens(self.requests, logits.shape[1], logits.device)
         draw = sampler.draw(logits, self._keys, numbers, counts, allowed)
         if allowed is not None:
-            for request, token in zip(self.requests, draw.tokens.tolist(), strict=True):
-                if request.constraint is not None:
-                    request.constraint.take(token)
+            take_drawn(self.requests, draw.tokens)
         if self._counts is not None:
             self._counts.add(rows, draw.tokens)
         self.draws.append(draw)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from tandem.generation.batch_state import Part, Rows
 from tandem.generation.blocks import BlockPool
-from tandem.generation.constrained import allowed_tokens
+from tandem.generation.constrained import allowed_tokens, take_drawn
 from tandem.generation.drawn import Drawn, Observed, Unread
 from tandem.generation.keeping import StateKeeper
 from tandem.generation.native_runner import NativeRunner
@@ -288,10 +288,8 @@ class Session:
         allowed = self._allowed(logits, part)
         draw = self.runner.draw(logits, part) if allowed is None else None
         draw = draw or self.rows.draw(logits, part, allowed)
-        if allowed is not None:  # the host has to wait: the next tokens depend on these
-            for request, token in zip(part.requests, draw.tokens.tolist(), strict=True):
-                if request.constraint is not None:
-                    request.constraint.take(token)
+        if allowed is not None:
+            take_drawn(part.requests, draw.tokens)
         observed = Observed.of(logits, draw.tokens, part.requests) if self._observing else None
         places = self.rows.advance(draw.tokens, part)
         if self._record is not None:
