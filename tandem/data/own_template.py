@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,17 +89,16 @@ def read_template(value: str) -> OwnTemplate | None:
         return OwnTemplate(f"chat template {visible(value)}", "", variables=variables)
     if named in BUILT_IN:
         name = f"chat template {named}"
-        if variables:
-            raise ConfigError(_not_read(name, BUILT_IN[named], variables[0][0]))
+        if problem := _not_read(name, BUILT_IN[named], dict(variables)):
+            raise ConfigError(problem)
         return OwnTemplate(name, BUILT_IN[named], built_in=True)
     path = _existing(named)
     source, file = _text_in(path)
     name = f"chat template {visible(str(file))}"
     if problem := _problem(source):
         raise ConfigError(f"{name} must be a Jinja template of `messages`; got {problem}.")
-    for variable, _ in variables:
-        if variable not in _variables_of(source):
-            raise ConfigError(_not_read(name, source, variable))
+    if problem := _not_read(name, source, dict(variables)):
+        raise ConfigError(problem)
     return OwnTemplate(name, source, variables=variables)
 
 
@@ -112,12 +113,9 @@ def in_parts(value: str) -> tuple[str, tuple[tuple[str, str], ...]]:
         return value, ()
     problem = f"{KNOB} must have variables as ?name=value&name=value; got {excerpt(value, 200)}"
     named, options = name_and_options(value, problem)
-    for name in options:
-        if not name.isidentifier() or name in _GIVEN:
-            raise ConfigError(
-                f"{KNOB} must set variables that a template leaves to its caller; got "
-                f"{excerpt(name)}. Write e.g. {TOKENIZERS_OWN}?enable_thinking=false."
-            )
+    if problem := _not_left_open(options):
+        advice = f"Write e.g. {TOKENIZERS_OWN}?enable_thinking=false."
+        raise ConfigError(f"{KNOB} {problem}. {advice}")
     return named, tuple((name, _literal(text)) for name, text in options.items())
 
 
@@ -127,19 +125,25 @@ def given_variables(values: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     Raises:
         ConfigError: a name or a value that none can have; the text begins with "must".
     """
+    if problem := _not_left_open(values):
+        raise ConfigError(f"{problem}.")
     found = []
     for name, value in values.items():
-        if not name.isidentifier() or name in _GIVEN:
-            raise ConfigError(
-                f"must set variables that a template leaves to its caller; got {excerpt(name)}."
-            )
         if isinstance(value, dict | list):
             raise ConfigError(
                 f"must set variables to true, false, null, numbers or texts; got {name}: "
                 f"{excerpt(json.dumps(value))}."
             )
-        found.append((name, "none" if value is None else json.dumps(value)))
+        found.append((name, "none" if value is None else _jinja(value)))
     return tuple(found)
+
+
+def _not_left_open(names: Iterable[str]) -> str:
+    """What is wrong with the names of variables; "" if nothing is."""
+    wrong = next((name for name in names if not name.isidentifier() or name in _GIVEN), None)
+    if wrong is None:
+        return ""
+    return f"must set variables that a template leaves to its caller; got {excerpt(wrong)}"
 
 
 def setting(variables: Sequence[tuple[str, str]]) -> str:
@@ -159,14 +163,25 @@ def _literal(text: str) -> str:
     if plain in ("true", "false", "none", "null"):
         return plain.replace("null", "none")
     try:
-        return repr(int(text) if text.lstrip("-").isdigit() else float(text))
+        number = int(text) if text.lstrip("-").isdigit() else float(text)
     except ValueError:
-        return json.dumps(text)
+        return _jinja(text)
+    return _jinja(number if isfinite(number) else text)
 
 
-def _not_read(name: str, source: str, variable: str) -> str:
-    """The message of a template that does not read a variable that is set."""
-    known = sorted(_variables_of(source) - _GIVEN)
+def _jinja(value: float | str) -> str:
+    """A boolean, a number or a text in jinja, which reads JSON's but for escapes of two units."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _not_read(name: str, source: str, variables: Iterable[str]) -> str:
+    """The message of a template that does not read one of the variables that are set; "" if it
+    reads all."""
+    read = _variables_of(source)
+    variable = next((each for each in variables if each not in read), None)
+    if variable is None:
+        return ""
+    known = sorted(read - _GIVEN)
     near = get_close_matches(variable, known, 1)
     advice = f"Did you mean {near[0]}?" if near else "Remove it."
     reads = ", ".join(known) if known else "none"
@@ -197,7 +212,6 @@ def put_template(
     """
     if own is None or (unless_its_own and tokenizer.chat_template):
         return None
-    before = text_before(tokenizer)[1]
     if not own.source:
         own = _with_variables(tokenizer, own)
     if own.source == BUILT_IN["chatml"]:
@@ -208,7 +222,7 @@ def put_template(
                 f"{' and '.join(CHATML_TOKENS)}; got {tokenizer.name_or_path!r}, which lacks "
                 f"{lacking[0]}. Use {KNOB} default."
             )
-    tokenizer.chat_template = own.filled(before)
+    tokenizer.chat_template = own.filled(text_before(tokenizer)[1])
     return own
 
 
@@ -220,13 +234,11 @@ def _with_variables(tokenizer: PreTrainedTokenizerBase, own: OwnTemplate) -> Own
     if begun := _SETTING.match(source):  # it is a run's model, saved with some
         variables = dict(_ONE.findall(begun[0])) | variables
         source = source[begun.end() :]
-    for variable in variables:
-        try:
-            is_read = variable in _variables_of(source)
-        except Exception:  # no jinja: its renderer says what is wrong
-            break
-        if not is_read:
-            raise ModelError(_not_read(name, source, variable))
+    problem = ""
+    with suppress(Exception):  # no jinja: its renderer says what is wrong
+        problem = _not_read(name, source, variables)
+    if problem:
+        raise ModelError(problem)
     return replace(own, name=name, source=source, variables=tuple(variables.items()))
 
 

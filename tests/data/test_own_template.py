@@ -287,6 +287,8 @@ PROMPT = "<|im_start|>user\nhello there<|im_end|>\n<|im_start|>assistant\n"
         ("think=true", {"think": True}),
         ("level=5", {"level": 5}),
         ('level=3.5&mood=a "b" c', {"level": 3.5, "mood": 'a "b" c'}),
+        ("level=5&mood=né 😀", {"level": 5, "mood": "né 😀"}),
+        ("level=5&mood=inf", {"level": 5, "mood": "inf"}),
         ("level=4&mood=none&think=False", {"level": 4, "mood": None, "think": False}),
     ],
 )

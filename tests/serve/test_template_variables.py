@@ -46,6 +46,7 @@ def rendered(folder: str, variables: str) -> tuple[int, ...]:
         ({"think": False}, "think=false"),
         ({"think": True}, "think=true"),
         ({"level": 7, "mood": 'glad "so"'}, 'level=7&mood=glad "so"'),
+        ({"level": 5, "mood": "né 😀"}, "level=5&mood=né 😀"),
         ({"level": 4.5, "mood": None}, "level=4.5&mood=none"),
         ({}, ""),
         (None, ""),
