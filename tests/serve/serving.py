@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -58,6 +59,16 @@ def make_run(folder: Path) -> Path:
     write_folder(run / "reward", lambda place: scalar(place, 5), {})
     write_folder(run / "ppo", ppo, {})
     return run
+
+
+def with_template(run: Path, copy: Path, template: str) -> Path:
+    """A copy of a run whose models have another chat template."""
+    shutil.copytree(run, copy)
+    for file in copy.rglob("chat_template.jinja"):
+        file.write_text(template)
+    for manifest in copy.rglob("MANIFEST.json"):
+        manifest.unlink()
+    return copy
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from tandem.models.load import load_tokenizer
-from tests.serve.serving import TestClient, ask, events, serving
+from tests.serve.serving import TestClient, ask, events, serving, with_template
 from tests.serve.test_refusals import CHAT, TEXT, check_error
 from tests.serve.test_thinking import PIECES, R1, save_thinking_model
 from tests.serve.test_tools import SHOWS
@@ -41,12 +40,7 @@ TOOLS = [
 @pytest.fixture(scope="module")
 def calling(served_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     """A client of a run whose chat template writes tools and calls."""
-    run = tmp_path_factory.mktemp("forms") / "run"
-    shutil.copytree(served_run, run)
-    for file in run.rglob("chat_template.jinja"):
-        file.write_text(SHOWS)
-    for manifest in run.rglob("MANIFEST.json"):
-        manifest.unlink()
+    run = with_template(served_run, tmp_path_factory.mktemp("forms") / "run", SHOWS)
     with serving(run, votes=str(run / "votes.jsonl"), max_context=400) as client:
         yield client
 

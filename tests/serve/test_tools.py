@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from tandem.serve.called import Words, finish_of, message_of
 from tandem.serve.preparing import Prepared
 from tests.data.test_call_reader import reader
 from tests.data.test_tool_rendering import CALL, RESULT
-from tests.serve.serving import TestClient, ask, events, serving
+from tests.serve.serving import TestClient, ask, events, serving, with_template
 from tests.serve.test_refusals import CHAT, check_error
 from tests.tiny import CALL as CALL_TOKEN
 from tests.tiny import save_calling_model
@@ -41,12 +40,7 @@ DIALOG = [ASKED, {**CALL, "content": None}, RESULT]
 @pytest.fixture(scope="module")
 def showing(served_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     """A client of a run whose chat template writes tools and calls."""
-    run = tmp_path_factory.mktemp("tools") / "run"
-    shutil.copytree(served_run, run)
-    for file in run.rglob("chat_template.jinja"):
-        file.write_text(SHOWS)
-    for manifest in run.rglob("MANIFEST.json"):
-        manifest.unlink()
+    run = with_template(served_run, tmp_path_factory.mktemp("tools") / "run", SHOWS)
     with serving(run, votes=str(run / "votes.jsonl")) as client:
         yield client
 
