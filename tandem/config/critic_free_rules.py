@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tandem.config.schema import GRPOConfig, RunConfig
 from tandem.config.stages import Stage
 
-EXACT_KL = ("exact-in-loss", "forward-exact-in-loss")
+EXACT_KL = ("exact-in-loss", "forward-exact-in-loss", "jsd-in-loss")
 """Placements of the KL that are summed over the vocabulary."""
 
 _GSPO_CLIP = 0.05
@@ -51,6 +51,7 @@ def critic_free_problems(config: RunConfig, stage: Stage) -> Iterator[str]:
     read_with = {
         "dual_clip": ("loss", grpo.loss == "clip"),
         "cispo_max_ratio": ("loss", grpo.loss == "cispo"),
+        "jsd_beta": ("kl", grpo.kl == "jsd-in-loss"),
         "overlong_buffer": ("overlong_penalty", grpo.overlong_penalty > 0),
     }
     defaults = GRPOConfig(algorithm=grpo.algorithm)
@@ -64,9 +65,10 @@ def critic_free_problems(config: RunConfig, stage: Stage) -> Iterator[str]:
 
 def _exact_kl_problems(config: RunConfig, stage: Stage, grpo: GRPOConfig) -> Iterator[str]:
     """Rules of a KL over the vocabulary, and of a stage that learns from it alone."""
+    one_of = f"{', '.join(EXACT_KL[:-1])} or {EXACT_KL[-1]}"
     if not stage.rewarded and grpo.kl not in EXACT_KL:
         yield (
-            f"{stage.section}.kl must be {' or '.join(EXACT_KL)} in stage {stage.name}, which "
+            f"{stage.section}.kl must be {one_of} in stage {stage.name}, which "
             f"learns from it alone; got {grpo.kl}. Remove it"
         )
     if not stage.rewarded and not config.reference_model:

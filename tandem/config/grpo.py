@@ -87,12 +87,17 @@ class CriticFreeConfig:
     clip_ratio_high, so write that sum here."""
     kl: Literal[
         "none", "k1-in-reward", "k2-in-loss", "k3-times-ratio", "forward-k3-in-loss",
-        "exact-in-loss", "forward-exact-in-loss",
+        "exact-in-loss", "forward-exact-in-loss", "jsd-in-loss",
     ] = knob(UNSET)  # fmt: skip
     """Where the KL to the reference goes. The first three after none have the gradient of
     KL(policy, reference); forward-k3-in-loss, which GRPO's paper has, has that of
     KL(reference, policy). The exact ones sum over the vocabulary instead of estimating from the
-    sampled token, for one more forward of the reference. none: no reference is loaded."""
+    sampled token, for one more forward of the reference; jsd-in-loss mixes both directions. none:
+    no reference is loaded."""
+    jsd_beta: float = knob(0.5, gt=0, lt=1)
+    """The reference's share of the mixture from which jsd-in-loss measures both (GKD's beta), the
+    generalized Jensen-Shannon divergence. Near 0 its gradient is beta times that of
+    forward-exact-in-loss, near 1 it is 1 - beta times that of exact-in-loss."""
     overlong_penalty: float = knob(UNSET, ge=0)
     """Taken from the score of an answer at the length limit, in proportion from overlong_buffer on
     (DAPO's soft overlong punishment); 0 is off. Beside it, missing_eos_penalty is 0 by default."""
@@ -130,6 +135,7 @@ class CriticFreeConfig:
             "cispo_max_ratio": self.loss == "cispo" and not own_loss,
             "overlong_buffer": self.overlong_penalty > 0,
             "kl_coef": self.kl != "none",
+            "jsd_beta": self.kl == "jsd-in-loss",
         }
         names = [f.name for f in fields(CriticFreeConfig) if f.name != "algorithm"]
         names.insert(names.index("kl") + 1, "kl_coef")

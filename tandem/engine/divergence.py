@@ -1,4 +1,4 @@
-"""The actor's log-probs and its exact KL to the reference, from one forward of each."""
+"""The actor's log-probs and its divergence from the reference, from one forward of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tandem.models.modes import evaluating
 from tandem.models.packed import at_responses, predictor_states
 from tandem.models.replayed import KeptStates
 from tandem.models.twin import compares_once
-from tandem.objectives.divergence import ExactKL, Predictions, exact_kl
+from tandem.objectives.divergence import Divergence, Predictions, exact_divergence
 from tandem.objectives.logprobs import scatter_to_tokens
 from tandem.parallel.shard import shards_of
 from tandem.types import TokenBatch
@@ -28,8 +28,8 @@ from tandem.types import TokenBatch
 @dataclass(frozen=True, slots=True)
 class Compared:
     """Of a batch: log-probs and entropy of its response tokens, (B, T) float32, 0 off them; each
-    token's KL, likewise, without gradient; the KLs' weighted sum, (); and, if they were asked for,
-    the reference's log-probs, (B, T) without gradient."""
+    token's divergence, likewise, without gradient; their weighted sum, (); and, if they were asked
+    for, the reference's log-probs, (B, T) without gradient."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -41,7 +41,7 @@ class Compared:
 def compared_with_reference(
     engine: RLHFEngine,
     batch: TokenBatch,
-    placement: ExactKL,
+    divergence: Divergence,
     *,
     token_weights: Tensor | None = None,
     learns_logprobs: bool = True,
@@ -49,8 +49,8 @@ def compared_with_reference(
     with_reference: bool = False,
     kept: KeptStates | None = None,
 ) -> Compared:
-    """The actor's numbers at the sampling temperature, with gradient, and the KL to the reference
-    over the vocabulary that both have.
+    """The actor's numbers at the sampling temperature, with gradient, and the divergence from the
+    reference over the vocabulary that both have.
 
     Args:
         token_weights: (B, T) or (B, 1), what each response token counts in the sum; None: 1.
@@ -74,11 +74,11 @@ def compared_with_reference(
         ones = torch.ones(mask.shape, device=states.device)
         counted = ones if token_weights is None else ones * token_weights
         counted = at_responses(counted, mask, len(states))
-        kl_sum, kl = exact_kl(
+        kl_sum, kl = exact_divergence(
             Predictions(head, states),
             Predictions(other.logits, theirs),
             counted,
-            placement,
+            divergence,
             vocabulary=vocabulary,
             weights=head.weights,
             temperature=temperature,
@@ -144,13 +144,13 @@ class _Other:
 
 
 def heldout_divergence(
-    engine: RLHFEngine, batch: TokenBatch, placement: ExactKL, max_tokens: int
+    engine: RLHFEngine, batch: TokenBatch, divergence: Divergence, max_tokens: int
 ) -> tuple[float, Tensor]:
-    """The exact KL per response token of a batch, nats, and log(actor / reference) of each token,
+    """The divergence per response token of a batch, nats, and log(actor / reference) of each token,
     (B, T), from one forward of each model; no gradient."""
 
     def forward(part: TokenBatch) -> tuple[Tensor, ...]:
-        found = compared_with_reference(engine, part, placement, with_reference=True)
+        found = compared_with_reference(engine, part, divergence, with_reference=True)
         assert found.ref_logprobs is not None
         return found.kl, found.logprobs - found.ref_logprobs
 

@@ -1,4 +1,5 @@
-"""The KL divergence of two policies over the whole vocabulary, token by token.
+"""Divergences of two policies over the whole vocabulary, token by token: the KL in either
+direction, and mixtures of both.
 
 An estimate from the sampled token (`kl`) says little of one token; the sum over the vocabulary is
 exact. It needs both models' logits, which are made and left in chunks of rows.
@@ -6,6 +7,7 @@ exact. It needs both models' logits, which are made and left in chunks of rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -16,14 +18,30 @@ from torch.autograd.function import once_differentiable
 
 from tandem.ops.logits import rows_at_once
 
-ExactKL = Literal["exact-in-loss", "forward-exact-in-loss"]
-EXACT: tuple[str, ...] = get_args(ExactKL)
+ExactKL = Literal["exact-in-loss", "forward-exact-in-loss", "jsd-in-loss"]
+EXACT: tuple[ExactKL, ...] = get_args(ExactKL)
 
 _LEAST = -200.0
 """Log-probs below it count as it: e^-200 is 0 in float32, and 0 * -inf must not become NaN."""
 
 _TENSORS = 4
 """Tensors of the size of a chunk's logits that are there at once, of one model or the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Which divergence is learned: of p, the policy's distribution, from q, the other's.
+
+        exact-in-loss           KL(p, q) = sum over tokens of p (log p - log q)
+        forward-exact-in-loss   KL(q, p) = sum over tokens of q (log q - log p)
+        jsd-in-loss             beta KL(q, m) + (1 - beta) KL(p, m), m = beta q + (1 - beta) p
+
+    The last is the generalized Jensen-Shannon divergence, bounded by the entropy of (beta,
+    1 - beta), log 2 at most; beta, in (0, 1), is read there alone.
+    """
+
+    placement: ExactKL
+    beta: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +52,20 @@ class Predictions:
     hidden: Tensor
 
 
-def exact_kl(
+def exact_divergence(
     policy: Predictions,
     other: Predictions,
     token_weights: Tensor,
-    placement: ExactKL,
+    divergence: Divergence,
     *,
     vocabulary: int,
     weights: Sequence[Tensor],
     temperature: float = 1.0,
     max_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """KL of each token's distributions, exact, and their weighted sum.
+    """The divergence of each token's distributions, exact, and their weighted sum.
 
         p = softmax(policy's logits / temperature), q = softmax(the other's logits / temperature)
-        exact-in-loss           KL(p, q) = sum over tokens of p (log p - log q)
-        forward-exact-in-loss   KL(q, p) = sum over tokens of q (log q - log p)
 
     Args:
         token_weights: (N,) what each token counts in the sum.
@@ -57,17 +73,19 @@ def exact_kl(
         weights: what the policy's head computes with; those that need a gradient get one.
         max_rows: most tokens of which logits are there at once; None takes the device's budget.
     Returns:
-        the sum, (), with gradient for the policy's states and weights; and each token's KL, (N,)
-        float32 nats, without.
+        the sum, (), with gradient for the policy's states and weights; and each token's
+        divergence, (N,) float32 nats, without.
 
     The gradient is made in the forward pass, beside the logits, so that they are made once:
-    d KL(p, q) / d logits = p (log p - log q - KL) / temperature, d KL(q, p) / d logits =
-    (p - q) / temperature. Source: arXiv:2306.13649 (GKD), on the policy's own answers.
+    d KL(p, q) / d logits = p (log p - log q - KL(p, q)) / temperature, d KL(q, p) / d logits =
+    (p - q) / temperature, and of the mixture (1 - beta) d KL(p, m) / d logits with m held, since
+    what m adds through both terms sums to a constant. Source: arXiv:2306.13649 (GKD), on the
+    policy's own answers.
     """
     hidden = policy.hidden
     rows = max_rows or max(1, rows_at_once(vocabulary, torch.float32, hidden.device) // _TENSORS)
     job = _Job(
-        policy.logits_of, other, placement, vocabulary, temperature, rows, torch.is_grad_enabled()
+        policy.logits_of, other, divergence, vocabulary, temperature, rows, torch.is_grad_enabled()
     )
     trained = [weight for weight in weights if weight.requires_grad]
     total, each = _Exact.apply(job, hidden, token_weights.float(), *trained)
@@ -78,7 +96,7 @@ def exact_kl(
 class _Job:
     logits_of: Callable[[Tensor], Tensor]
     other: Predictions
-    placement: ExactKL
+    divergence: Divergence
     vocabulary: int
     temperature: float
     rows: int
@@ -93,21 +111,35 @@ class _Job:
         return torch.log_softmax(scaled, dim=-1).clamp_(min=_LEAST)
 
     def kl_and_gradient(self, logits: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-        """(n,) KL, and its gradient with respect to the policy's logits, of their shape."""
+        """(n,) divergences, and the gradient with respect to the policy's logits, of their
+        shape."""
         ours, theirs = self.log_softmax(logits), self.log_softmax(others)
-        if self.placement == "exact-in-loss":
-            log_ratio = ours - theirs
-            p = ours.exp_()
-            kl = torch.linalg.vecdot(p, log_ratio)
-            gradient = log_ratio.sub_(kl[:, None]).mul_(p)
-        else:
+        if self.divergence.placement == "exact-in-loss":
+            kl, gradient = _kl_to(theirs, ours)
+        elif self.divergence.placement == "forward-exact-in-loss":
             log_ratio = theirs - ours
             q = theirs.exp_()
             kl = torch.linalg.vecdot(q, log_ratio)
             gradient = ours.exp_().sub_(q)
+        else:
+            beta = self.divergence.beta
+            mixed = torch.logaddexp(ours + math.log1p(-beta), theirs + math.log(beta))
+            of_other = torch.linalg.vecdot(theirs.exp(), theirs.sub_(mixed))
+            of_policy, gradient = _kl_to(mixed, ours)
+            kl = beta * of_other + (1 - beta) * of_policy
+            gradient.mul_(1 - beta)
         gradient.div_(self.temperature)
         beyond = logits.shape[1] - self.vocabulary
         return kl, torch.nn.functional.pad(gradient, (0, beyond)) if beyond else gradient
+
+
+def _kl_to(held: Tensor, ours: Tensor) -> tuple[Tensor, Tensor]:
+    """(n,) KL(p, held) of log-probs (n, V), and its gradient with respect to p's logits at
+    temperature 1; `ours`, log p, becomes p."""
+    log_ratio = ours - held
+    p = ours.exp_()
+    kl = torch.linalg.vecdot(p, log_ratio)
+    return kl, log_ratio.sub_(kl[:, None]).mul_(p)
 
 
 class _Exact(torch.autograd.Function):

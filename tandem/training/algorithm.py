@@ -18,7 +18,7 @@ from tandem.engine.update import MicroBatchLoss
 from tandem.errors import ConfigError
 from tandem.models.replayed import KeptStates
 from tandem.objectives.advantages import critic_free_advantages, generalized_advantages
-from tandem.objectives.divergence import EXACT, ExactKL
+from tandem.objectives.divergence import EXACT, Divergence
 from tandem.objectives.kl import Estimator, KLLoss, kl_loss
 from tandem.objectives.losses import value_loss
 from tandem.objectives.masked import masked_sum, whiten
@@ -61,7 +61,7 @@ class Algorithm:
     normalization: Aggregation = "token"
     max_tokens: int = 0
     reward_kl: Estimator | None = None
-    loss_kl: KLLoss | ExactKL | None = None
+    loss_kl: KLLoss | Divergence | None = None
     is_rewarded: bool = True
     shares_advantage: bool = False
     entropy_coef: float = 0.0
@@ -77,9 +77,9 @@ class Algorithm:
     given_loss: bool = False
 
     @property
-    def exact_kl(self) -> ExactKL | None:
+    def divergence(self) -> Divergence | None:
         """The KL's term of the loss where it is summed over the vocabulary."""
-        return self.loss_kl if self.loss_kl in EXACT else None  # type: ignore[return-value]
+        return self.loss_kl if isinstance(self.loss_kl, Divergence) else None
 
     def skips_without_signal(self) -> bool:
         """Whether an answer whose advantages are all 0 adds nothing to any gradient."""
@@ -153,14 +153,13 @@ def _critic_free(grpo: GRPOConfig, max_new_tokens: int) -> Algorithm:
         "gspo": partial(sequence_ratio_loss, clip_low=low, clip_high=high),
         "cispo": partial(capped_reinforce_loss, max_ratio=grpo.cispo_max_ratio),
     }
-    in_loss = grpo.kl not in ("none", "k1-in-reward")
     return Algorithm(
         advantages=partial(_by_rewards, grpo),
         loss=losses[grpo.loss],
         normalization=grpo.normalization,
         max_tokens=max_new_tokens,
         reward_kl="k1" if grpo.kl == "k1-in-reward" else None,
-        loss_kl=grpo.kl if in_loss else None,  # type: ignore[arg-type]
+        loss_kl=_loss_kl(grpo),
         shares_advantage=grpo.baseline != "none",
         entropy_coef=grpo.entropy_coef,
         whitened=partial(whiten, correction=1) if grpo.advantage_scale == "whiten" else None,
@@ -169,6 +168,12 @@ def _critic_free(grpo: GRPOConfig, max_new_tokens: int) -> Algorithm:
         overlong_filter=grpo.overlong_filter,
         sampling_rounds=grpo.sampling_rounds,
     )
+
+
+def _loss_kl(grpo: GRPOConfig) -> KLLoss | Divergence | None:
+    if grpo.kl in EXACT:
+        return Divergence(grpo.kl, grpo.jsd_beta)
+    return None if grpo.kl in ("none", "k1-in-reward") else grpo.kl  # type: ignore[return-value]
 
 
 def _by_critic(ppo: PPOConfig, made: Experience) -> tuple[Tensor, Tensor | None]:
@@ -232,11 +237,11 @@ def actor_loss(
     mask = part.batch.response_mask
     weights = aggregation_weights(mask, algorithm.normalization)
     exact, with_entropy = None, algorithm.entropy_coef > 0
-    if algorithm.exact_kl and kl_coef > 0 and engine.has_reference:
+    if algorithm.divergence and kl_coef > 0 and engine.has_reference:
         exact = compared_with_reference(
             engine,
             part.batch,
-            algorithm.exact_kl,
+            algorithm.divergence,
             token_weights=weights,
             learns_logprobs=algorithm.is_rewarded or with_entropy,
             with_entropy=with_entropy,

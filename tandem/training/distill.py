@@ -1,11 +1,11 @@
 """On-policy distillation: a policy answers prompts, and learns at each token of its answers what a
 teacher would have said there.
 
-The loss is the exact KL to the teacher over the vocabulary, in either direction; there is no reward
-and no critic. Rollouts, updates and evaluation are GRPO's, and so are their knobs (section `grpo`);
-the teacher is the reference model.
-Source: arXiv:2306.13649 (GKD), of which it is the case lambda = 1 without mixtures of both
-directions; texts beside the answers are mixed in by ptx_data.
+The loss is the exact KL to the teacher over the vocabulary, in either direction or as a mixture of
+both; there is no reward and no critic. Rollouts, updates and evaluation are GRPO's, and so are
+their knobs (section `grpo`); the teacher is the reference model.
+Source: arXiv:2306.13649 (GKD), of which it is the case lambda = 1; texts beside the answers are
+mixed in by ptx_data.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.scoring import RewardScorer
 from tandem.models.modes import evaluating
 from tandem.models.scalar import grade_scales
-from tandem.objectives.divergence import ExactKL
+from tandem.objectives.divergence import Divergence
 from tandem.objectives.grades import Scale, explained, pearson, scale_of, spearman
 from tandem.objectives.losses import wins_of
 from tandem.objectives.masked import masked_sum
@@ -191,7 +191,7 @@ def policy_metrics(
     reward_function: RewardFunctions | None,
     keep: Callable[[Rollout, ScoredAnswers, Tensor | None], None] | None = None,
     source: RolloutSource | None = None,
-    exact_kl: ExactKL | None = None,
+    divergence: Divergence | None = None,
 ) -> dict[str, float]:
     """Held-out reward, KL, EOS rate and length of the actor, and the reward of its EMA.
 
@@ -201,7 +201,7 @@ def policy_metrics(
         keep: gets the answers, their scores and, with a reference, each token's log(policy /
             reference), (B, T) nats.
         source: where answers come from; None: one turn of the engine's policy.
-        exact_kl: the KL that is learned over the vocabulary, measured too.
+        divergence: what is learned over the vocabulary, measured too.
     """
     if not prompts:
         return {}
@@ -222,10 +222,10 @@ def policy_metrics(
     answers = scores(rollout)
     metrics = answer_metrics(rollout, answers)
     ratios = None
-    if exact_kl is not None:
+    if divergence is not None:
         tokens = config.micro_batch_tokens
-        divergence, ratios = heldout_divergence(engine, rollout.batch, exact_kl, tokens)
-        metrics["heldout_divergence"] = divergence
+        found, ratios = heldout_divergence(engine, rollout.batch, divergence, tokens)
+        metrics["heldout_divergence"] = found
     elif engine.has_reference:
         ratios = _log_ratios(engine, rollout, config)
     if ratios is not None:

@@ -140,7 +140,7 @@ class FirstUpdate:
         finally:
             if critic is not None:
                 critic.drop()
-            if self._algorithm.exact_kl:
+            if self._algorithm.divergence:
                 release_reference(self._engine)
             if states is not None:
                 states.release()

@@ -136,7 +136,7 @@ class PPOStage:
             trainer.reward_function,
             self._kept.follow,
             trainer.answering.source,
-            exact_kl=trainer.algorithm.exact_kl,
+            divergence=trainer.algorithm.divergence,
         )
         if rows.heldout_ptx:
             texts = rows.heldout_ptx

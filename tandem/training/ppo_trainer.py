@@ -239,7 +239,7 @@ class PPOTrainer:
                 if len(rows):
                     learned = minibatch.batch.select(rows)
                     count_rows(phase, learned)
-                    exact, replayed = bool(self.algorithm.exact_kl), states is not None
+                    exact, replayed = bool(self.algorithm.divergence), states is not None
                     phase.flops += update_flops(
                         engine, learned, actor=trains_actor, replayed=replayed, compares=exact
                     )

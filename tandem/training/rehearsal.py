@@ -50,11 +50,11 @@ def rehearse_updates(
 
     def actor_loss(max_tokens: int) -> Tensor:
         with_entropy, tokens = algorithm.entropy_coef > 0, batch(max_tokens)
-        if algorithm.exact_kl and engine.has_reference:
+        if algorithm.divergence and engine.has_reference:
             found = compared_with_reference(
                 engine,
                 tokens,
-                algorithm.exact_kl,
+                algorithm.divergence,
                 learns_logprobs=algorithm.is_rewarded,
                 with_entropy=with_entropy,
             )

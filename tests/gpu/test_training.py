@@ -14,7 +14,7 @@ from tandem.config.parallel import OptimizerStates, ParallelConfig
 from tandem.devices import ask_for_determinism
 from tandem.engine.forward import response_logprobs
 from tandem.engine.learner import Learner
-from tandem.objectives.divergence import EXACT, ExactKL, Predictions, exact_kl
+from tandem.objectives.divergence import EXACT, Divergence, ExactKL, Predictions, exact_divergence
 from tandem.parallel.lanes import Lane, StreamLane
 from tandem.parallel.masters import MasterAdamW
 from tandem.parallel.moments import from_8bit, random_bits, to_8bit, to_bf16
@@ -134,11 +134,11 @@ def test_an_exact_kl_is_that_of_the_host(placement: ExactKL) -> None:
         hidden, weight, others, other = (tensor.to(device) for tensor in made)
         hidden.requires_grad_()
         head = nn.Parameter(weight)
-        total, each = exact_kl(
+        total, each = exact_divergence(
             Predictions(lambda h, w=head: h @ w.T, hidden),
             Predictions(lambda h, w=other: h @ w.T, others),
-            torch.linspace(0, 1, 9, device=device), placement, vocabulary=38, weights=[head],
-            max_rows=4,
+            torch.linspace(0, 1, 9, device=device), Divergence(placement), vocabulary=38,
+            weights=[head], max_rows=4,
         )  # fmt: skip
         total.backward()
         found.append([x.detach().cpu() for x in (total, each, hidden.grad, head.grad)])

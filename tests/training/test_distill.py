@@ -23,7 +23,7 @@ from tandem.engine.update import training_mode
 from tandem.errors import ConfigError
 from tandem.metrics.folder import read_folder
 from tandem.models.packed import predictor_states
-from tandem.objectives.divergence import EXACT
+from tandem.objectives.divergence import EXACT, Divergence
 from tandem.parallel.world import World
 from tandem.serve.run_files import RunFiles
 from tandem.serve.run_views import prompts
@@ -79,8 +79,13 @@ def plain_kl(
         theirs = teacher(ids, attention_mask=mask.long()).logits[:, :-1]
     both = min(ours.shape[-1], theirs.shape[-1])
     p, q = ((z[..., :both] / temperature).log_softmax(-1) for z in (ours, theirs))
-    one, two = (p, q) if placement == "exact-in-loss" else (q, p)
-    kl = (one.exp() * (one - two)).sum(-1)
+    m = (0.3 * q.exp() + 0.7 * p.exp()).log()
+    pairs = {
+        "exact-in-loss": [(1, p, q)],
+        "forward-exact-in-loss": [(1, q, p)],
+        "jsd-in-loss": [(0.3, q, m), (0.7, p, m)],
+    }[placement]
+    kl = sum(share * (one.exp() * (one - two)).sum(-1) for share, one, two in pairs)
     return torch.nn.functional.pad(kl, (1, 0)) * made.batch.response_mask
 
 
@@ -93,6 +98,7 @@ def test_its_gradient_is_that_of_plain_hugging_face(
     config = distilling(
         tmp_path, tiny_model, preferences, teacher, sampling__temperature=0.7,
         grpo__kl=placement, grpo__normalization=normalization,
+        **({"grpo__jsd_beta": 0.3} if placement == "jsd-in-loss" else {}),
     )  # fmt: skip
     engine, trainer, made = made_by(config, tiny_model)
     with training_mode(engine.actor):
@@ -234,12 +240,14 @@ def test_an_evaluation_runs_policy_and_teacher_once(
             return predictor_states(model, batch, *more)
 
         monkeypatch.setattr(divergence, "predictor_states", states)
-        found, ratios = divergence.heldout_divergence(engine, made.batch, "exact-in-loss", 4096)
+        found, ratios = divergence.heldout_divergence(
+            engine, made.batch, Divergence("exact-in-loss"), 4096
+        )
     assert torch.equal(ratios, ours - engine.reference_logprobs(made.batch))
     assert (found > 0, len(kept)) == (True, 2)
     monkeypatch.setattr("tandem.training.evaluate._log_ratios", None)  # not called
-    exact, asked = trainer.algorithm.exact_kl, list(made.rollout.prompts)
-    counted = policy_metrics(engine, asked, config, trainer.reward_function, exact_kl=exact)
+    exact, asked = trainer.algorithm.divergence, list(made.rollout.prompts)
+    counted = policy_metrics(engine, asked, config, trainer.reward_function, divergence=exact)
     assert {"heldout_divergence", "heldout_kl"} <= counted.keys()
     assert len(kept) == 4
 
@@ -376,7 +384,7 @@ def test_ranks_change_nothing(
     ("changes", "told"),
     [
         ({"reference_model": ""}, "reference_model must name the teacher of stage distill"),
-        ({"grpo__kl": "k2-in-loss"}, "grpo.kl must be exact-in-loss or forward-exact-in-loss"),
+        ({"grpo__kl": "k2-in-loss"}, "grpo.kl must be exact-in-loss, forward-exact-in-loss or jsd"),
         ({"dtype": "fp16"}, "dtype must be bf16 or fp32 where grpo.kl is exact-in-loss"),
         ({"grpo__kl_coef": 0.5}, "grpo.kl_coef must keep its default in distill"),
         ({"grpo__reward_function": REWARD}, "grpo.reward_function must keep its default in dis"),
