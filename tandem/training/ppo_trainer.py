@@ -40,12 +40,8 @@ from tandem.training.answering import Answering
 from tandem.training.conversations import own_conversations
 from tandem.training.dynamic_sampling import MorePrompts
 from tandem.training.experience import shaped_rewards
-from tandem.training.first_update import (
-    FirstUpdate,
-    critic_term,
-    part_of,
-    require_same_policy,
-)
+from tandem.training.first_update import FirstUpdate, critic_term, part_of, require_same_policy
+from tandem.training.loop_arguments import require_experience, require_trainer_arguments
 from tandem.training.minibatches import Skip, left_out, minibatches
 from tandem.training.mixture import mixed_in, mixture_term, require_texts
 from tandem.training.operations import batch_flops, scoring_flops, update_flops
@@ -101,6 +97,7 @@ class PPOTrainer:
             ConfigError: there is nothing to reward with, the engine lacks a critic or reference
                 that the algorithm needs, a name leads nowhere, or `ptx_data` comes without rows.
         """
+        require_trainer_arguments(engine, config, source)
         rl, stage = rl_section(config), rl_stage(config.stages)
         own = (
             advantages_of or named_advantages(rl, stage.section),
@@ -211,6 +208,7 @@ class PPOTrainer:
             NumericsError: the ratio before the first update is not 1; or, without `skip`, a
                 gradient is not sound (BadStepError).
         """
+        require_experience(experience)
         engine, log = self.engine, Means()
         trains_actor = step > self.algorithm.critic_warmup_steps
         plan, taken, stop = list(minibatches(self.config, experience, step)), 0, False

@@ -12,7 +12,7 @@ import torch
 from tandem.config.schema import PPOConfig, RunConfig
 from tandem.config.updates import num_updates
 from tandem.data.render import Renderer
-from tandem.errors import GenerationError, NumericsError
+from tandem.errors import ConfigError, GenerationError, NumericsError
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.ops import native
 from tandem.training.make_engine import make_engine
@@ -64,6 +64,28 @@ def test_first_rollout_is_the_reference_and_agrees_with_the_sampler(
     assert bool((made.old_logprobs[mask] < 0).all())
     assert made.advantages[mask].mean().item() == pytest.approx(0, abs=1e-6)
     assert made.advantages[mask].std(correction=0).item() == pytest.approx(1, abs=1e-5)
+
+
+def test_what_a_loop_hands_over_wrongly_is_told_in_one_line(
+    experience: tuple[PPOTrainer, Experience],
+) -> None:
+    trainer, made = experience
+    engine, config = trainer.engine, trainer.config
+    given: Any
+    for match, given in (
+        (r"engine must be an RLHFEngine; got RunConfig\. Write", (config, engine)),
+        (r"engine must be an RLHFEngine; got str\. Write", ("a-model", config)),
+        (r"config must be a RunConfig; got dict\. Use", (engine, {"seed": 1})),
+        (r"config must be a RunConfig; got the class RunConfig\. Use", (engine, RunConfig)),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            PPOTrainer(*given, reward_function=early_letters)
+    given = early_letters
+    with pytest.raises(ConfigError, match=r"source must have a method collect.*; got function\."):
+        PPOTrainer(engine, config, reward_function=early_letters, source=given)
+    given = made.rollout
+    with pytest.raises(ConfigError, match=r"must get an Experience; got Rollout\. Pass what"):
+        trainer.train_rlhf(given, step=1)
 
 
 def test_old_logprobs_equal_hugging_faces_own_forward_row_by_row(
