@@ -76,6 +76,12 @@ def _exact_kl_problems(config: RunConfig, stage: Stage, grpo: GRPOConfig) -> Ite
             f"reference_model must name the teacher of stage {stage.name}, a model of the same "
             "tokenizer; got nothing. Give --reference-model"
         )
+    if grpo.ptx_target == "reference" and not (grpo.kl in EXACT_KL and grpo.ptx_data):
+        yield (
+            f"{stage.section}.ptx_target must be tokens unless {stage.section}.kl is {one_of} and "
+            f"{stage.section}.ptx_data has texts; got reference, with kl {grpo.kl}. Set both, or "
+            "remove it"
+        )
     if grpo.kl in EXACT_KL and config.dtype == "fp16":
         yield (
             f"dtype must be bf16 or fp32 where {stage.section}.kl is {grpo.kl}, whose gradient is "

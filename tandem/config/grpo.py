@@ -98,6 +98,9 @@ class CriticFreeConfig:
     """The reference's share of the mixture from which jsd-in-loss measures both (GKD's beta), the
     generalized Jensen-Shannon divergence. Near 0 its gradient is beta times that of
     forward-exact-in-loss, near 1 it is 1 - beta times that of exact-in-loss."""
+    ptx_target: Literal["tokens", "reference"] = knob("tokens")
+    """What the texts of ptx_data teach: their own next tokens, or the reference's distribution of
+    each, by kl, which must be an exact one (GKD's given answers)."""
     overlong_penalty: float = knob(UNSET, ge=0)
     """Taken from the score of an answer at the length limit, in proportion from overlong_buffer on
     (DAPO's soft overlong punishment); 0 is off. Beside it, missing_eos_penalty is 0 by default."""
@@ -136,6 +139,7 @@ class CriticFreeConfig:
             "overlong_buffer": self.overlong_penalty > 0,
             "kl_coef": self.kl != "none",
             "jsd_beta": self.kl == "jsd-in-loss",
+            "ptx_target": self.ptx_target != "tokens",
         }
         names = [f.name for f in fields(CriticFreeConfig) if f.name != "algorithm"]
         names.insert(names.index("kl") + 1, "kl_coef")

@@ -270,7 +270,8 @@ METRICS: tuple[Metric, ...] = (
             "Passes over the rollout; a fraction if ppo.early_stop_kl stopped them.", "ppo.epochs"),
         Metric("updates", "updates", _RL, "", "Optimizer steps of the actor in this step."),
         Metric("ptx_loss", "nats per token", _RL, "lower",
-            "Language-model loss on the mixture data, before its weight.",
+            "Language-model loss on the mixture data, before its weight; the divergence from the "
+            "reference there if grpo.ptx_target says so.",
             "level; a rise means forgetting", source="arXiv:2203.02155",
             chart="Loss on mixture data"),
     ),

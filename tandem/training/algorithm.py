@@ -51,6 +51,7 @@ class Algorithm:
     loss_kl: the KL's term of the loss; None: none.
     is_rewarded: whether answers have rewards; else the KL alone is learned from.
     shares_advantage: whether an answer's tokens have one advantage, by the sum of its rewards.
+    ptx_divergence: what mixed-in texts teach in place of their tokens.
     has_critic: whether one is trained, by value_clip, after critic_warmup_steps without the actor.
     overlong_penalty, overlong_buffer, overlong_filter, sampling_rounds: as in CriticFreeConfig.
     given_advantages, given_loss: whether they are functions of the user's, which may do anything.
@@ -65,6 +66,7 @@ class Algorithm:
     is_rewarded: bool = True
     shares_advantage: bool = False
     entropy_coef: float = 0.0
+    ptx_divergence: Divergence | None = None
     whitened: Callable[[Tensor, Tensor], Tensor] | None = None
     has_critic: bool = False
     value_clip: float = 0.0
@@ -153,13 +155,16 @@ def _critic_free(grpo: GRPOConfig, max_new_tokens: int) -> Algorithm:
         "gspo": partial(sequence_ratio_loss, clip_low=low, clip_high=high),
         "cispo": partial(capped_reinforce_loss, max_ratio=grpo.cispo_max_ratio),
     }
+    loss_kl = _loss_kl(grpo)
+    from_reference = isinstance(loss_kl, Divergence) and grpo.ptx_target == "reference"
     return Algorithm(
         advantages=partial(_by_rewards, grpo),
         loss=losses[grpo.loss],
         normalization=grpo.normalization,
         max_tokens=max_new_tokens,
         reward_kl="k1" if grpo.kl == "k1-in-reward" else None,
-        loss_kl=_loss_kl(grpo),
+        loss_kl=loss_kl,
+        ptx_divergence=loss_kl if from_reference else None,  # type: ignore[arg-type]
         shares_advantage=grpo.baseline != "none",
         entropy_coef=grpo.entropy_coef,
         whitened=partial(whiten, correction=1) if grpo.advantage_scale == "whiten" else None,

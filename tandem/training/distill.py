@@ -4,8 +4,8 @@ teacher would have said there.
 The loss is the exact KL to the teacher over the vocabulary, in either direction or as a mixture of
 both; there is no reward and no critic. Rollouts, updates and evaluation are GRPO's, and so are
 their knobs (section `grpo`); the teacher is the reference model.
-Source: arXiv:2306.13649 (GKD), of which it is the case lambda = 1; texts beside the answers are
-mixed in by ptx_data.
+Source: arXiv:2306.13649 (GKD). Its lambda chooses at each step between own and given answers; here
+given ones are mixed in beside the own by a weight (ptx_data, ptx_target).
 """
 
 from __future__ import annotations

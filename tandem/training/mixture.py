@@ -1,17 +1,19 @@
-"""Mixture training: which texts an update of the actor learns from beside its answers."""
+"""Mixture training: which texts an update of the actor learns from beside its answers, and what."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from transformers import PreTrainedModel
 
 from tandem.config.schema import RLConfig
 from tandem.data.loader import BatchOrder
+from tandem.engine.divergence import compared_with_reference
 from tandem.engine.forward import response_logprobs
+from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.update import LossTerm, MicroBatchLoss
 from tandem.errors import ConfigError
+from tandem.objectives.divergence import Divergence
 from tandem.objectives.losses import sft_loss
 from tandem.types import TokenBatch, TokenRow
 
@@ -25,12 +27,18 @@ def mixed_in(rows: Sequence[TokenRow], update: int, batch_size: int, seed: int) 
     return [rows[i] for i in indices]
 
 
-def mixture_term(model: PreTrainedModel, batch: TokenBatch, coefficient: float) -> LossTerm:
-    """coefficient * language-model loss per token of the update's texts."""
+def mixture_term(
+    engine: RLHFEngine, batch: TokenBatch, coefficient: float, divergence: Divergence | None = None
+) -> LossTerm:
+    """coefficient * loss per token of the update's texts: the language-model loss, or the actor's
+    divergence from the reference (GKD on given answers, arXiv:2306.13649)."""
 
     def loss(rows: list[int]) -> MicroBatchLoss:
-        text = batch.select(torch.tensor(rows)).to(model.device)
-        logprobs, _ = response_logprobs(model, text)
+        text = batch.select(torch.tensor(rows)).to(engine.device)
+        if divergence is not None:
+            found = compared_with_reference(engine, text, divergence, learns_logprobs=False)
+            return MicroBatchLoss(found.kl_sum)
+        logprobs, _ = response_logprobs(engine.actor, text)
         return MicroBatchLoss(sft_loss(logprobs, text.response_mask))
 
     lengths, count = batch.lengths().tolist(), batch.num_response_tokens

@@ -88,9 +88,21 @@ def update_flops(
     where it `compares` (the exact KL)."""
     models = [m for m in engine.trained_models if actor or m is not engine.actor]
     flops = sum(batch_flops(model, batch, backward=True) for model in models)
-    if compares and actor and engine.has_reference:
-        flops += batch_flops(engine.reference or engine.actor, batch)
+    if compares and actor:
+        flops += _reference_flops(engine, batch)
     if replayed:
         flops -= batch_flops(engine.actor, batch)
         flops += sequence_flops(engine.actor, [], batch.num_response_tokens)
     return flops
+
+
+def mixture_flops(engine: RLHFEngine, texts: TokenBatch, *, compares: bool) -> float:
+    """Of an update's mixed-in texts: forward and backward of the actor, and the reference's forward
+    where they are learned from it."""
+    flops = batch_flops(engine.actor, texts, backward=True)
+    return flops + _reference_flops(engine, texts) if compares else flops
+
+
+def _reference_flops(engine: RLHFEngine, batch: TokenBatch) -> float:
+    """Of its forward; 0 if there is none."""
+    return batch_flops(engine.reference or engine.actor, batch) if engine.has_reference else 0.0

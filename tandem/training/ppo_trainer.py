@@ -44,7 +44,7 @@ from tandem.training.first_update import FirstUpdate, critic_term, part_of, requ
 from tandem.training.loop_arguments import require_experience, require_trainer_arguments
 from tandem.training.minibatches import Skip, left_out, minibatches
 from tandem.training.mixture import mixed_in, mixture_term, require_texts
-from tandem.training.operations import batch_flops, scoring_flops, update_flops
+from tandem.training.operations import mixture_flops, scoring_flops, update_flops
 from tandem.training.policy_functions import named_advantages, named_losses
 from tandem.training.rehearsal import rehearse_updates
 from tandem.training.reward_function import GivenRewards, rewards_of
@@ -245,7 +245,8 @@ class PPOTrainer:
                 if trains_actor and self._has_ptx:
                     texts = self._ptx_batch(step, number)
                     count_rows(phase, texts)
-                    phase.flops += batch_flops(engine.actor, texts, backward=True)
+                    compares = self.algorithm.ptx_divergence is not None
+                    phase.flops += mixture_flops(engine, texts, compares=compares)
                 taken += 1
                 if stop:
                     break
@@ -298,7 +299,9 @@ class PPOTrainer:
         texts = []
         if self._has_ptx:
             batch = self._ptx_batch(step, number)
-            texts.append(mixture_term(self.engine.actor, batch, self.rl.ptx_coef))
+            texts.append(
+                mixture_term(self.engine, batch, self.rl.ptx_coef, algorithm.ptx_divergence)
+            )
         if len(learned) == 0:
             for means in update.learn(learner, texts) if texts else ():
                 log.add("ptx_loss", means["loss"])

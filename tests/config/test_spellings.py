@@ -168,7 +168,7 @@ def test_a_key_with_the_same_meaning_is_read_with_one_note(
         ("ppo", "--warmup_ratio 0.1", "Did you mean --ppo.actor.warmup or --ppo.critic.warmup?"),
         ("train", "--lr_scheduler_type linear", "Did you mean --sft.schedule, --reward.schedule,"),
         ("distill", "--beta 1", "of GKD, kl is exact-in-loss for beta 1, forward-exact-in-loss"),
-        ("distill", "--lmbda 0.5", "Stage distill learns on the policy's own answers alone"),
+        ("distill", "--lmbda 0.5", "Stage distill learns on the policy's own answers, as lmbda 1 "),
         ("grpo", "--beta 0.04", "Use --grpo.kl and --kl-coef: beta weights k3 in the loss, so kl"),
         ("grpo", "--kl_loss_coef 0.1", "Use --grpo.kl and --kl-coef: for low_var_kl kl is forward"),
         ("ppo", "--kl_loss_coef 0.1", "Use --kl-coef and --ppo.kl-in: kl_in is loss"),

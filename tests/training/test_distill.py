@@ -29,9 +29,10 @@ from tandem.serve.run_files import RunFiles
 from tandem.serve.run_views import prompts
 from tandem.training.algorithm import actor_loss
 from tandem.training.evaluate import policy_metrics
+from tandem.training.mixture import mixture_term
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.training.replay import replay
-from tandem.types import Experience
+from tandem.types import Experience, Source, TokenBatch
 from tests.ranks import on_ranks
 from tests.tiny import save_tiny_model, tiny_config, tiny_llama, tiny_tokenizer
 from tests.training import environments, letter_rewards
@@ -70,10 +71,10 @@ def made_by(config: RunConfig, model: str) -> tuple[RLHFEngine, PPOTrainer, Expe
 
 
 def plain_kl(
-    student: Any, teacher: Any, made: Experience, placement: str, temperature: float
+    student: Any, teacher: Any, batch: TokenBatch, placement: str, temperature: float
 ) -> Tensor:
     """(B, T) by Hugging Face's forwards of padded rows, the sum over the vocabulary written out."""
-    ids, mask = made.batch.token_ids, made.batch.attention_mask
+    ids, mask = batch.token_ids, batch.attention_mask
     ours = student(ids, attention_mask=mask.long()).logits[:, :-1]
     with torch.no_grad():
         theirs = teacher(ids, attention_mask=mask.long()).logits[:, :-1]
@@ -86,7 +87,7 @@ def plain_kl(
         "jsd-in-loss": [(0.3, q, m), (0.7, p, m)],
     }[placement]
     kl = sum(share * (one.exp() * (one - two)).sum(-1) for share, one, two in pairs)
-    return torch.nn.functional.pad(kl, (1, 0)) * made.batch.response_mask
+    return torch.nn.functional.pad(kl, (1, 0)) * batch.response_mask
 
 
 @pytest.mark.parametrize("placement", EXACT)
@@ -106,7 +107,7 @@ def test_its_gradient_is_that_of_plain_hugging_face(
         found.loss.backward()
     student = AutoModelForCausalLM.from_pretrained(tiny_model)
     other = AutoModelForCausalLM.from_pretrained(teacher)
-    kl = plain_kl(student, other, made, placement, 0.7)
+    kl = plain_kl(student, other, made.batch, placement, 0.7)
     weights = 1.0 if normalization == "token" else 1 / made.batch.response_mask.sum(1, keepdim=True)
     loss = (kl * weights).sum()
     loss.backward()
@@ -115,6 +116,40 @@ def test_its_gradient_is_that_of_plain_hugging_face(
     theirs = dict(student.named_parameters())
     for name, parameter in engine.actor.named_parameters():
         torch.testing.assert_close(parameter.grad, theirs[name].grad, atol=2e-4, rtol=2e-3)
+
+
+@pytest.mark.parametrize("placement", EXACT)
+def test_given_answers_teach_the_teacher_s_distributions(
+    placement: str, tmp_path: Path, tiny_model: str, teacher: str, preferences: str
+) -> None:
+    """Texts mixed into an update, against plain Hugging Face."""
+    config = distilling(
+        tmp_path, tiny_model, preferences, teacher, sampling__temperature=0.7, grpo__kl=placement,
+        grpo__ptx_data=[preferences], grpo__ptx_target="reference",
+        **({"grpo__jsd_beta": 0.3} if placement == "jsd-in-loss" else {}),
+    )  # fmt: skip
+    engine = make_engine(config, tiny_model)
+    source = Source("texts", "texts.jsonl", 1)
+    texts = [engine.renderer.document(text, source) for text in ("red and blue", "one two three")]
+    trainer = PPOTrainer(engine, config, ptx_rows=texts)
+    batch = TokenBatch.from_rows(texts, engine.renderer.pad_token_id)
+    term = mixture_term(engine, batch, 0.5, trainer.algorithm.ptx_divergence)
+    with training_mode(engine.actor):
+        found = term.loss([0, 1]).loss
+        found.backward()
+    student = AutoModelForCausalLM.from_pretrained(tiny_model)
+    loss = plain_kl(
+        student, AutoModelForCausalLM.from_pretrained(teacher), batch, placement, 0.7
+    ).sum()
+    loss.backward()
+    assert loss > 0.01
+    torch.testing.assert_close(found, loss, atol=1e-4, rtol=1e-4)
+    theirs = dict(student.named_parameters())
+    for name, parameter in engine.actor.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs[name].grad, atol=2e-4, rtol=2e-3)
+    made = trainer.generate_experience([engine.renderer.prompt("say red")], step=1)
+    metrics = trainer.train_rlhf(made, step=1)
+    assert metrics["ptx_loss"] * batch.num_response_tokens > 0.01
 
 
 def test_beside_a_reward_it_adds_to_the_policy_s_loss(
@@ -167,7 +202,7 @@ def test_padding_of_either_vocabulary_is_left_out(
         engine, trainer, made = made_by(config, student)
         found = actor_loss(engine, trainer.algorithm, made, kl_coef=1.0)
         models = (AutoModelForCausalLM.from_pretrained(model) for model in (student, teacher))
-        kl = plain_kl(*models, made, "exact-in-loss", 1.0)
+        kl = plain_kl(*models, made.batch, "exact-in-loss", 1.0)
         torch.testing.assert_close(found.loss, kl.sum(), atol=1e-4, rtol=1e-4)
 
 
@@ -292,8 +327,8 @@ def test_stops_change_nothing(
 ) -> None:
     config = distilling(
         tmp_path / "whole", tiny_model, preferences, teacher, stages=["sft", "distill"],
-        grpo__ptx_data=[preferences], grpo__ptx_batch_size=4, grpo__epochs=2,
-        grpo__minibatch_size=4, save_every=1,
+        grpo__ptx_data=[preferences], grpo__ptx_batch_size=4, grpo__ptx_target="reference",
+        grpo__epochs=2, grpo__minibatch_size=4, save_every=1,
     )  # fmt: skip
     whole = ran(config)
     ran_with_stops(config, tmp_path / "again", [("distill", 2), ("distill", 3)])
@@ -366,7 +401,10 @@ def test_an_engine_for_it_has_no_reward_model(
 def test_ranks_change_nothing(
     rank: int, stage: int, tmp_path: Path, tiny_model: str, teacher: str, preferences: str
 ) -> None:
-    common: dict[str, Any] = {"lora__rank": rank, "grpo__normalization": "sequence"}
+    common: dict[str, Any] = {
+        "lora__rank": rank, "grpo__normalization": "sequence", "grpo__kl": "jsd-in-loss",
+        "grpo__ptx_data": [preferences], "grpo__ptx_batch_size": 4, "grpo__ptx_target": "reference",
+    }  # fmt: skip
     config = distilling(tmp_path / "one", tiny_model, preferences, teacher, **common)
     one = ran(config)
     split = distilling(
@@ -387,10 +425,12 @@ def test_ranks_change_nothing(
         ({"grpo__kl": "k2-in-loss"}, "grpo.kl must be exact-in-loss, forward-exact-in-loss or jsd"),
         ({"dtype": "fp16"}, "dtype must be bf16 or fp32 where grpo.kl is exact-in-loss"),
         ({"grpo__kl_coef": 0.5}, "grpo.kl_coef must keep its default in distill"),
+        ({"grpo__ptx_target": "reference"}, "grpo.ptx_target must be tokens unless grpo.kl is"),
+        ({"grpo__jsd_beta": 0.3}, "grpo.jsd_beta must not be set where grpo.kl is exact-in-loss"),
         ({"grpo__reward_function": REWARD}, "grpo.reward_function must keep its default in dis"),
         ({"stages": ["distill", "kto"]}, "distill and kto"),
     ],
-    ids=["no teacher", "an estimate", "fp16", "kl_coef", "reward", "kto"],
+    ids=["no teacher", "an estimate", "fp16", "kl_coef", "no texts", "beta", "reward", "kto"],
 )
 def test_what_it_cannot_do_is_refused(
     changes: dict[str, Any], told: str, tmp_path: Path, tiny_model: str, teacher: str,
