@@ -233,6 +233,8 @@ def _phase_work(
         compared = models.reference or models.policy
         frozen = replace(policy, is_trained=False)
         passes += [scoring(compared, frozen, work, pace)] * round(work.passes)
+        if getattr(config, stage.section).ptx_target == "reference":
+            passes.append(scoring(compared, frozen, _mixed_in(work), pace))
     found["train"] = sum(passes[1:], passes[0])
     size = sum(FLOAT * shape.parameters for shape in held)
     state = _copied(trained)
@@ -246,6 +248,12 @@ def _references(config: RunConfig, stage: Stage, models: Models, policy: Layout)
     if not has_reference(config, stage) or (policy.lora_rank and models.reference is None):
         return []
     return [models.reference or models.policy]
+
+
+def _mixed_in(work: Work) -> Work:
+    """Of the texts that a step's updates mix in."""
+    texts = work.ptx * work.updates
+    return replace(work, tokens=texts, answered=texts, sequences=texts / max(1.0, work.length))
 
 
 def _beyond_first_update(work: Work) -> Work:

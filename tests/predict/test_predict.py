@@ -103,6 +103,23 @@ def test_another_model_as_the_reference_takes_its_own_weights_and_time(stage: st
     assert gap(0, tower) == pytest.approx(2 * tower.parameters - size, rel=0.01)
 
 
+def test_given_answers_that_a_teacher_explains_take_its_forward() -> None:
+    hardware, texts = find_hardware("1xH100"), replace(ROWS, ptx=150.0)
+    tower = models_of("layers=16,width=1024,heads=8,vocabulary=8192").policy
+    models = replace(models_of(), reference=tower)
+    flops = []
+    for target in ("tokens", "reference"):
+        config = config_with("distill", **{
+            "reference_model": "x", "grpo.ptx_data": ["x.jsonl"], "grpo.ptx_batch_size": 16,
+            "grpo.ptx_target": target, "grpo.prompts_per_step": 8, "grpo.minibatch_size": 8,
+        })  # fmt: skip
+        found = predict_stage(config, stage_of("distill"), models, texts, hardware, 1)
+        flops.append(found.phases["train"].flops)
+    tokens, head = 16 * 150, tower.vocabulary * tower.width
+    expected = 2 * tokens * (tower.linear_weights + head)
+    assert flops[1] - flops[0] == pytest.approx(expected, rel=0.05)  # the rest is attention
+
+
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_what_saves_memory_never_raises_the_part_that_it_acts_on(stage: str, on_cpu: bool) -> None:
