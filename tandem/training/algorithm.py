@@ -156,7 +156,7 @@ def _critic_free(grpo: GRPOConfig, max_new_tokens: int) -> Algorithm:
         "cispo": partial(capped_reinforce_loss, max_ratio=grpo.cispo_max_ratio),
     }
     loss_kl = _loss_kl(grpo)
-    from_reference = isinstance(loss_kl, Divergence) and grpo.ptx_target == "reference"
+    exact = loss_kl if isinstance(loss_kl, Divergence) else None
     return Algorithm(
         advantages=partial(_by_rewards, grpo),
         loss=losses[grpo.loss],
@@ -164,7 +164,7 @@ def _critic_free(grpo: GRPOConfig, max_new_tokens: int) -> Algorithm:
         max_tokens=max_new_tokens,
         reward_kl="k1" if grpo.kl == "k1-in-reward" else None,
         loss_kl=loss_kl,
-        ptx_divergence=loss_kl if from_reference else None,  # type: ignore[arg-type]
+        ptx_divergence=exact if grpo.ptx_target == "reference" else None,
         shares_advantage=grpo.baseline != "none",
         entropy_coef=grpo.entropy_coef,
         whitened=partial(whiten, correction=1) if grpo.advantage_scale == "whiten" else None,
