@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,15 +13,12 @@ from torch import Tensor, nn
 from tandem.config.optimizer import OptimizerConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.engine.grad_norm_guard import SpikeGuard
-from tandem.errors import BadStepError, CheckpointError, ModelError, NumericsError
+from tandem.errors import BadStepError, CheckpointError, ModelError
 from tandem.parallel.dtensor import Saved, as_piece, fill, local, part_of, whole_of
 from tandem.parallel.masters import MasterAdamW, cast_weights, exactly, take_masters
 from tandem.parallel.moments import exact_moments
 from tandem.parallel.scaling import LossScaler
 from tandem.parallel.shard import shards_of
-
-_MOST_SKIPPED = 30
-"""Overflows in a row after which no smaller scale can help."""
 
 
 def learning_rate_factor(step: int, num_steps: int, settings: OptimizerConfig) -> float:
@@ -171,12 +168,13 @@ class Learner:
         return norm
 
     def sound_norm(self, gradients: list[Tensor]) -> float:
-        """The norm of `finished_gradients`, the same number on every rank.
+        """The norm of `finished_gradients`, the same number on every rank; weights that no rank has
+        used have no gradient afterwards.
 
         Raises:
             BadStepError: it is not finite, or out of line; the gradients are forgotten.
         """
-        norm = self.shards.gradient_norm(gradients)
+        norm, unused = self.shards.gradient_norm(gradients)
         if not math.isfinite(norm):
             self.forget()
             raise BadStepError(
@@ -192,6 +190,10 @@ class Learner:
                 f"guards.spike_sigma={self.spikes.sigma:g} of the last steps'; got {norm:.3g}. "
                 "Look at the rows, or raise it (0 takes any)."
             )
+        for parameter in unused:
+            if isinstance(self.optimizer, MasterAdamW):
+                self.optimizer.drop(parameter)
+            parameter.grad = None
         return norm
 
     def apply(self, gradients: list[Tensor], norm: float) -> None:
@@ -206,6 +208,7 @@ class Learner:
                 torch._foreach_mul_(gradients, scale)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.shards.forget_gradients()
         self.steps_taken += 1
         self._set_learning_rates()
 
@@ -213,6 +216,7 @@ class Learner:
         """Drop the gradients and gathered weights."""
         self.times_used += 1
         self.optimizer.zero_grad(set_to_none=True)
+        self.shards.forget_gradients()
         self.shards.reshard()
 
     def missing_state_bytes(self) -> int:
@@ -334,45 +338,6 @@ class Learner:
             factor = learning_rate_factor(self.steps_taken, self.num_steps, self.settings)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
-
-
-def step_learners(learners: Sequence[Learner], scaler: LossScaler) -> list[float] | None:
-    """The steps of models that share a loss scaler: all of them or, on overflow, none.
-
-    Returns:
-        the gradients' norms before the clip; None where a gradient of any model overflowed.
-    Raises:
-        BadStepError: a gradient is out of line; no model has changed.
-        NumericsError: gradients overflow however small the scale.
-    """
-    gradients = [learner.finished_gradients() for learner in learners]
-    world = learners[0].shards.world
-    flat = [gradient for part in gradients for gradient in part]
-    overflowed = scaler.overflowed(flat, world.all_reduce_ if world.size > 1 else None)
-    norms = None
-    if overflowed:
-        for learner in learners:
-            learner.forget()
-    else:
-        scaler.unscale_(flat)
-        try:  # all norms before the first update: a bad gradient leaves every model as it was
-            norms = [t.sound_norm(part) for t, part in zip(learners, gradients, strict=True)]
-        except BadStepError:
-            for learner in learners:
-                learner.forget()
-            raise
-        for learner, part, norm in zip(learners, gradients, norms, strict=True):
-            learner.apply(part, norm)
-    if scaler.update(overflowed):
-        for learner in learners:
-            learner.shards.restart_feedback()
-    if scaler.skipped_in_a_row >= _MOST_SKIPPED:
-        raise NumericsError(
-            f"{learners[0].name}: the gradient must be finite in fp16 at some loss scale; got "
-            f"overflows in {scaler.skipped_in_a_row} steps in a row, down to scale "
-            f"{scaler.scale:g}. Use --dtype bf16 or fp32, or look at the rows."
-        )
-    return norms
 
 
 def parameter_groups(

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from tandem.checkpoint.state import SavedState
 from tandem.engine.forward import Rows, groups_of, rank_micro_batches, rows_together
-from tandem.engine.learner import Learner, step_learners
+from tandem.engine.joint_step import step_learners
+from tandem.engine.learner import Learner
 from tandem.engine.oom import MicroBatchBudget
 from tandem.errors import BadStepError, NumericsError
 from tandem.types import TokenBatch

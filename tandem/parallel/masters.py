@@ -301,11 +301,16 @@ class MasterAdamW:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; `set_to_none` has no effect."""
         self._down.land()
-        for parameter, entry in self.state.items():
-            leaves = self._is_apart and entry.travels and not self._sums_on_device
-            if leaves and entry.gradient is not None:
-                entry.spare = entry.gradient  # host memory is slow to allocate
-            parameter.grad = entry.gradient = None
+        for parameter in self.state:
+            self.drop(parameter)
+
+    def drop(self, parameter: nn.Parameter) -> None:
+        """Drop one weight's gradient, once all have landed."""
+        entry = self.state[parameter]
+        leaves = self._is_apart and entry.travels and not self._sums_on_device
+        if leaves and entry.gradient is not None:
+            entry.spare = entry.gradient  # host memory is slow to allocate
+        parameter.grad = entry.gradient = None
 
 
 def _taken(held: weakref.ref[MasterAdamW], parameter: nn.Parameter) -> None:

@@ -37,6 +37,7 @@ from torch.distributed.fsdp import (
 )
 
 from tandem.parallel.integers import shard_integers
+from tandem.parallel.unused import WholeReductions
 from tandem.parallel.world import World
 from tandem.parallel.zeropp import QuantizedTraffic
 
@@ -92,6 +93,9 @@ class Shards:
             name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)
         }
         self.units = list(named.values())
+        self._reductions: WholeReductions | None = None
+        if named and world.size > 1:
+            self._reductions = WholeReductions(self.units)
         self.quantized: QuantizedTraffic | None = None
         """What is sent in few bits; None if nothing is."""
         if named and world.size > 1 and (plan.quantized_weights or plan.gradient_bits):
@@ -202,16 +206,27 @@ class Shards:
         if self.quantized is not None:
             self.quantized.restore({})
 
-    def gradient_norm(self, gradients: Sequence[Tensor]) -> float:
-        """Euclidean norm of the whole gradient, from this rank's pieces; the same on every rank."""
-        if self.world.size == 1 or not self.units:
-            return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
-        total = torch.zeros((), device=self.world.device, dtype=torch.float64)
+    def forget_gradients(self) -> None:
+        """Between steps: what was known of gradients that are dropped."""
+        if self._reductions is not None:
+            self._reductions.forget()
+
+    def gradient_norm(self, gradients: Sequence[Tensor]) -> tuple[float, list[nn.Parameter]]:
+        """Euclidean norm of the whole gradient, from this rank's pieces, and the weights that have
+        zeros though no rank made a gradient of them; the same on every rank, by one collective."""
+        if self._reductions is None:
+            return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0, []
+        # Squares, and of each weight the ranks that made a gradient.
+        total = torch.tensor(
+            [0.0, *self._reductions.has_own], device=self.world.device, dtype=torch.float64
+        )
         if pieces := [g for g in gradients if g.numel()]:  # a rank may have none
             norms = torch._foreach_norm(pieces, dtype=torch.float32)
-            total += torch.stack([n.to(total.device) for n in norms]).double().square().sum()
+            total[0] = torch.stack([n.to(total.device) for n in norms]).double().square().sum()
         self.world.all_reduce_(total)
-        return math.sqrt(float(total) / self.plan.replicas)
+        squares, *made = total.tolist()
+        unused = self._reductions.where(count == 0 for count in made)
+        return math.sqrt(squares / self.plan.replicas), unused
 
 
 def shards_of(model: nn.Module) -> Shards:

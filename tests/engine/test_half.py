@@ -19,7 +19,8 @@ from tandem.engine import checks
 from tandem.engine.checks import check_same_start
 from tandem.engine.ema import MovingAverage
 from tandem.engine.forward import rank_micro_batches_of, response_logprobs
-from tandem.engine.learner import Learner, step_learners
+from tandem.engine.joint_step import step_learners
+from tandem.engine.learner import Learner
 from tandem.engine.placement import Placement
 from tandem.errors import NumericsError
 from tandem.generation import session

@@ -19,7 +19,8 @@ from tandem.config.lora import LoraConfig
 from tandem.config.schema import OptimizerConfig, ParallelConfig, RunConfig
 from tandem.engine.ema import MovingAverage
 from tandem.engine.forward import rank_micro_batches_of, response_logprobs, whole_weights
-from tandem.engine.learner import Learner, step_learners
+from tandem.engine.joint_step import step_learners
+from tandem.engine.learner import Learner
 from tandem.engine.oom import MicroBatchBudget
 from tandem.engine.placement import Placement
 from tandem.engine.shard_plan import ZeroPlusPlus, check_layout, zero_plus_plus
@@ -112,6 +113,7 @@ class Seen:
     shares: list[int]
     num_micro_batches: int
     weights: int
+    tensors: int
 
     def of(self, phase: str, kind: str) -> Total:
         return self.totals.get((phase, kind), Total())
@@ -124,9 +126,9 @@ def one_step(world: World, config: RunConfig, micro_batch: int) -> Seen:
         run.step(1, micro_batch, traffic)
     assert not traffic.unknown
     units = shares(world, run.learner.shards) if run.learner.shards.is_split else []
-    numel = sum(p.numel() for p in run.model.parameters())
+    sizes = [p.numel() for p in run.model.parameters()]
     dealt = rank_micro_batches_of(ragged_batch(LENGTHS, seed=1), micro_batch, world)
-    return Seen(traffic.totals(), units, len(dealt), numel)
+    return Seen(traffic.totals(), units, len(dealt), sum(sizes), len(sizes))
 
 
 def steps_of_every_stage(world: World) -> dict[tuple[int, int], Seen]:
@@ -161,7 +163,8 @@ def test_every_stage_sends_what_theory_says() -> None:
             assert reduced.count == reduces * len(seen.shares)
             assert reduced.sent_bytes == 3 * reduces * model
             assert reduced.inter_node_bytes == 2 * reduces * model
-            assert norm.buffer_bytes == 8
+            # The square, and of each tensor whether a rank has a gradient.
+            assert (norm.count, norm.buffer_bytes) == (1, 8 * (1 + seen.tensors))
 
 
 def steps_of_replicas(world: World) -> list[Seen]:

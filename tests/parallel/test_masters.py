@@ -92,7 +92,7 @@ def lower(groups: list[dict[str, Any]], step: int) -> None:
 def clip(optimizer: MasterAdamW, max_norm: float, shards: Shards | None = None) -> float:
     """Scale the gradients down as a learner does; their norm before."""
     gradients = optimizer.collect()
-    norm = (shards or shards_of(nn.Module())).gradient_norm(gradients)
+    norm, _ = (shards or shards_of(nn.Module())).gradient_norm(gradients)
     if max_norm < norm + 1e-6:
         torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
     return norm

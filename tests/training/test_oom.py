@@ -197,7 +197,7 @@ def test_a_gradient_that_has_no_room_for_its_norm_is_made_again(
     ours, expected = sft_learner(tiny_llama(50)), sft_learner(tiny_llama(50))
     norm = ours.shards.gradient_norm
 
-    def failing(gradients: Any) -> float:
+    def failing(gradients: Any) -> Any:
         if budget.tokens == TOKENS:
             raise MemoryError
         return norm(gradients)

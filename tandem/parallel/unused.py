@@ -1,0 +1,72 @@
+"""Weights that a rank's rows leave without gradient, in a model that FSDP2 splits.
+
+FSDP2 reduces the gradients that a rank has, and reads none of the others' sizes. Which weights have
+one may depend on the rows: families that take tokens together in groups compute nothing in
+a row that is shorter than a group (deepseek_v4). Ranks that differ would wait for each other's
+numbers in vain, or add up those of different weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+
+class WholeReductions:
+    """Reduces all trained weights of a unit that ran, with zeros where this rank has no gradient,
+    and knows which are its own."""
+
+    def __init__(self, units: Iterable[FSDPModule]) -> None:
+        """Install it in the units."""
+        self._weights: list[nn.Parameter] = []
+        self._own: set[nn.Parameter] = set()
+        for unit in units:
+            # torch 2.13's set_reduce_scatter_unused_params does not tell which are zeros.
+            group: Any = unit._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                group.post_backward = partial(self._reduce, group, group.post_backward)
+                self._weights += [
+                    weight.sharded_param
+                    for weight in group.fsdp_params
+                    if weight.sharded_param.requires_grad
+                ]
+
+    @property
+    def has_own(self) -> list[bool]:
+        """Of each weight, in the same order on every rank, whether this rank has made a gradient
+        since `forget`."""
+        return [weight in self._own for weight in self._weights]
+
+    def where(self, chosen: Iterable[bool]) -> list[nn.Parameter]:
+        """The weights chosen, in the order of `has_own`."""
+        return [weight for weight, this in zip(self._weights, chosen, strict=True) if this]
+
+    def forget(self) -> None:
+        """Begin a new step."""
+        self._own.clear()
+
+    def _reduce(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+        if group.reduce_grads and group._training_state == TrainingState.PRE_BACKWARD:
+            self._complete([w for w in group.fsdp_params if w.sharded_param.requires_grad])
+        post_backward(*unused)
+
+    @torch.no_grad()
+    def _complete(self, weights: list[Any]) -> None:
+        # Earlier micro-batches' sums, in the type of the reduction.
+        has_sums = any(weight.unsharded_accumulated_grad is not None for weight in weights)
+        for weight in weights:
+            if weight.unsharded_accumulated_grad is not None:
+                self._own.add(weight.sharded_param)
+                continue
+            if weight.unsharded_param.grad is None:
+                weight.unsharded_param.grad = torch.zeros_like(weight.unsharded_param)
+            else:
+                self._own.add(weight.sharded_param)
+            if has_sums:  # one reduction is of one type
+                weight.to_accumulated_grad_if_needed()
