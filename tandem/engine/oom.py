@@ -7,7 +7,7 @@ the same step.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
@@ -84,25 +84,25 @@ class MicroBatchBudget:
                     "here on (the gradient is the same)"
                 )
 
-    def once(self, learner: Learner, step: Callable[[], None]) -> None:
-        """Take an optimizer's step. It is not tried again: a second one would update once more what
-        the first had updated before it failed.
+    def once(self, learners: Sequence[Learner], step: Callable[[], Result]) -> Result:
+        """Take the step of one optimizer or of several. It is not tried again: a second one would
+        update once more what the first had updated before it failed.
 
         Raises:
             OutOfMemoryError: it does not fit; some weights may have changed.
         """
         try:
-            step()
+            return step()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             said = first_line(error)
-        else:
-            return
-        learner.forget()
+        for learner in learners:
+            learner.forget()
+        names = ", ".join(learner.name for learner in learners)
         raise OutOfMemoryError(
-            f"{learner.name}: the optimizer's step must fit into memory; got {said[:160]!r}, and "
-            f"is not repeated: some weights may have changed. {self._advice(learner.model)}"
+            f"{names}: the optimizer's step must fit into memory; got {said[:160]!r}, and "
+            f"is not repeated: some weights may have changed. {self._advice(learners[0].model)}"
         )
 
     @contextmanager

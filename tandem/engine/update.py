@@ -167,7 +167,7 @@ class Update:
         if ready is None:
             self._waiting.append(learner)
         else:
-            self._budget.once(learner, lambda: learner.apply(*ready))
+            self._budget.once([learner], lambda: learner.apply(*ready))
             self.grad_norms[learner.name] = ready[1]
         return means
 
@@ -212,7 +212,7 @@ class Update:
             return
         if not waiting or (scaler := waiting[0].scaler) is None:
             return
-        norms = step_learners(waiting, scaler)
+        norms = self._budget.once(waiting, lambda: step_learners(waiting, scaler))
         self.scaling = {"loss_scale": scaler.scale, "overflows": float(scaler.skipped)}
         if norms is not None:
             names = (learner.name for learner in waiting)

@@ -23,6 +23,7 @@ from tandem.engine.update import LossTerm, MicroBatchLoss, Update
 from tandem.errors import OutOfMemoryError
 from tandem.memory.ways import size_text
 from tandem.models.load import new_causal_lm
+from tandem.parallel.scaling import LossScaler
 from tandem.parallel.world import World
 from tandem.plan.run import plan_memory
 from tandem.training.run_stages import train
@@ -187,6 +188,36 @@ def test_a_step_that_runs_out_of_memory_half_way_is_not_taken_twice(
         updated(learner, budget)
     assert steps == [TOKENS]
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_joint_step_that_runs_out_of_memory_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    budget = MicroBatchBudget(engine_settings(RunConfig(dtype="fp16")), World(), print)
+    scaler = LossScaler(1.0)
+    learners = [
+        Learner(name, tiny_llama(50), OptimizerConfig(), scaler=scaler, dtype=torch.float16)
+        for name in ("critic", "actor")
+    ]
+
+    def failing(*args: Any) -> None:
+        raise MemoryError("no more of it")
+
+    monkeypatch.setattr(learners[1].optimizer, "step", failing)
+    said = (
+        "^critic, actor: the optimizer's step must fit into memory; got 'no more of it', and is "
+        "not repeated: some weights may have changed. The predicted peak"
+    )
+
+    def updated_together() -> None:
+        with Update(budget) as update:
+            for each in learners:
+                loss = MicroBatchLoss(each.parameters[0].float().sum())
+                update.learn(each, [LossTerm([64], 1, lambda _, loss=loss: loss)])
+
+    with pytest.raises(OutOfMemoryError, match=said):
+        updated_together()
+    assert not any(each.finished_gradients() for each in learners)
 
 
 def test_a_gradient_that_has_no_room_for_its_norm_is_made_again(
