@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -38,7 +37,7 @@ from torch.distributed.fsdp import (
 
 from tandem.parallel.integers import shard_integers
 from tandem.parallel.unused import WholeReductions
-from tandem.parallel.world import World
+from tandem.parallel.world import World, while_joined
 from tandem.parallel.zeropp import QuantizedTraffic
 
 Result = TypeVar("Result")
@@ -308,7 +307,7 @@ def _split(model: nn.Module, blocks: Sequence[nn.Module], plan: ShardPlan, world
     _add_call(model)
 
 
-@cache
+@while_joined
 def _mesh(world: World, replicas: int) -> DeviceMesh:
     """Replicas by pieces, made once for all models; of one dimension without replicas."""
     if replicas == 1:

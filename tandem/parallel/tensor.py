@@ -8,7 +8,6 @@ slices from ZeRO's shards; every rank receives exactly its slice.
 from __future__ import annotations
 
 import math
-from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from tandem.errors import ConfigError
 from tandem.ops.spans import Spans, length, taken, within
 from tandem.parallel.dtensor import local, piece_group, piece_rows
-from tandem.parallel.world import World
+from tandem.parallel.world import World, while_joined
 
 
 def check_divides(world: World, size: int) -> None:
@@ -106,7 +105,7 @@ class TensorGroup:
         return received.view(-1, *shape)
 
 
-@cache
+@while_joined
 def tensor_group(world: World, size: int) -> TensorGroup | None:
     """This rank's group of `size`, made once; None for groups of one (see `TensorGroup`)."""
     return TensorGroup(world, size) if size > 1 else None

@@ -10,11 +10,12 @@ from __future__ import annotations
 import atexit
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,11 @@ from tandem.errors import ConfigError
 from tandem.parallel.watchdog import watching
 
 Item = TypeVar("Item")
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+
+_made: dict[Any, Any] = {}
+"""What was made by functions that are `while_joined`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +215,24 @@ def launched(parallel: ParallelConfig, device: torch.device) -> World:
     return world
 
 
+def while_joined(make: Callable[Given, Made]) -> Callable[Given, Made]:
+    """`make`, which makes groups of ranks, once for the same arguments in one process group; where
+    that was left and another joined, it makes them again."""
+
+    @wraps(make)
+    def made(*given: Given.args, **named: Given.kwargs) -> Made:
+        # Kept until `leave`: the end of a group waits for its threads, which a fork does not have.
+        key = (dist.group.WORLD, make, given, *named.items())
+        if key not in _made:
+            _made[key] = make(*given, **named)
+        found: Made = _made[key]
+        return found
+
+    return made
+
+
 def leave() -> None:
     """Leave the process group, if there is one."""
+    _made.clear()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from typing import cast
 
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tandem.parallel.collectives import QuantizedAllGather, QuantizedReduceScatter, node_groups
 from tandem.parallel.dtensor import Saved, fill
 from tandem.parallel.quantize import shard_numels, unit_parameters
-from tandem.parallel.world import World
+from tandem.parallel.world import World, while_joined
 
 
 class QuantizedTraffic:
@@ -100,7 +99,7 @@ class QuantizedTraffic:
             reducer.restore(own)
 
 
-@cache
+@while_joined
 def _hops(world: World) -> tuple[ProcessGroup | None, ProcessGroup | None]:
     """`node_groups`, made once for all models."""
     return node_groups(world.ranks_per_node)
