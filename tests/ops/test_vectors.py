@@ -102,6 +102,24 @@ def test_bfloat16_is_rounded_as_torch_rounds_it(march: str) -> None:
 
 
 @pytest.mark.parametrize("march", MARCHES)
+def test_subnormal_numbers_are_rounded_as_torch_rounds_them(march: str) -> None:
+    every_sign = [0x00000001, 0x00008000, 0x00008001, 0x00018000, 0x003FFFFF, 0x007F7FFF]
+    largest, smallest = [0x007F8000, 0x007FFFFF], [0x00800000, 0x7F800000]
+    signed = torch.tensor([*every_sign, *largest], dtype=torch.int32)
+    for last in (smallest, [-0x00800000, 0x7FC00000]):  # infinity below, a quiet NaN
+        words = torch.cat([signed[:7], signed[1:] | -0x80000000, torch.tensor(last).int()])
+        x = words.view(torch.float32)
+        for count in (16, 11):
+            found = torch.full((16,), 7.0, dtype=torch.bfloat16)
+            built(march, "vectors.cpp").all_narrowed(at(x), count, at(found))
+            expected = torch.cat([x[:count].bfloat16(), torch.full((16 - count,), 7.0).bfloat16()])
+            number = ~expected.isnan()
+            bits = found.view(torch.int16)
+            assert torch.equal(bits[number], expected.view(torch.int16)[number])
+            assert found[~number].isnan().all()
+
+
+@pytest.mark.parametrize("march", MARCHES)
 def test_comparisons_take_the_second_number_where_one_is_none(march: str) -> None:
     a, b = numbers(2, 16)
     a[3], b[7], a[9], b[9] = (float("nan"),) * 4

@@ -62,6 +62,7 @@ EXPORTED void past_the_end(bool half, const void* from, int n, float* to) {
   store(to, half ? load(static_cast<const bf16*>(from), n) : load(static_cast<const float*>(from), n));
 }
 EXPORTED void narrowed(const float* from, bf16* to) { store(to, load(from)); }
+EXPORTED void all_narrowed(const float* from, int n, bf16* to) { store_all(to, load(from), n); }
 EXPORTED void widened(const bf16* from, float* to) { store(to, load(from)); }
 EXPORTED void kept_bits(const bf16* from, bf16* to) { store_exact(to, load(from)); }
 EXPORTED void pairs(const bf16* from, float* to) {

@@ -154,6 +154,27 @@ def test_cpp_and_plain_torch_agree_to_the_bit(
     both(lambda: quantize(x[:0, ::2], code))
 
 
+@pytest.mark.parametrize("code", CODES, ids=str)
+def test_subnormal_numbers_come_back_as_torch_rounds_them(
+    code: BlockCode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native.available():
+        pytest.skip(native.why_not())
+    runs = (300, 7, 64)
+    found = []
+    for exponent in range(-134, -112, 2):
+        x = normal(2, sum(runs)) * 2.0**exponent
+        codes, scales = quantize(x, code, runs)
+        found.append((codes, scales, dequantize(codes, scales, 371, code, torch.bfloat16, runs)))
+    monkeypatch.setattr(native, "available", lambda: False)
+    kept = 0
+    for codes, scales, ours in found:
+        plain = dequantize(codes, scales, 371, code, torch.bfloat16, runs)
+        assert torch.equal(ours, plain)
+        kept += int(((plain != 0) & (plain.abs() < 2.0**-126)).sum())
+    assert kept > 100
+
+
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("code", [INT8, INT4, NF4], ids=str)
 def test_what_is_not_finite_makes_its_block_nan_and_no_other(code: BlockCode) -> None:

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
@@ -51,9 +52,7 @@ TANDEM_INLINE void widen_block(const c10::Half* x, float* to, int64_t n) {
 
 template <class T>
 TANDEM_INLINE void narrow_block(const float* x, T* to, int64_t n) {
-  for_columns(n, [&](int64_t i, int lanes) {
-    store_lanes(to + i, load_lanes(x + i, lanes), lanes);
-  });
+  for_columns(n, [&](int64_t i, int lanes) { store_all(to + i, load_lanes(x + i, lanes), lanes); });
 }
 template <>
 TANDEM_INLINE void narrow_block(const float* x, c10::Half* to, int64_t n) {
@@ -200,6 +199,8 @@ struct SixteenHalves {
 // Whole sixteens of one block's n numbers; returns how many.
 template <int64_t kind, class T>
 TANDEM_INLINE int64_t decode_sixteens(const uint8_t* codes, float scale, T* out, int64_t n) {
+  // NF4's smallest number is 0.08: products may be subnormal, which `store` does not keep.
+  if (std::is_same_v<T, bf16> && std::fabs(scale) < 0x1p-122f && scale != 0.0f) return 0;
   const v16 scales = splat(scale);
   int64_t i = 0;
   if constexpr (kind == kInt8) {

@@ -186,15 +186,23 @@ TANDEM_INLINE v16h half(v16u u) { return {half(u.lo), half(u.hi)}; }
 
 TANDEM_INLINE v16 widen(v16h h) { return from_bits(whole(h) << 16); }
 
-// Rounded to nearest even; NaN stays NaN.
-TANDEM_INLINE v16h narrow(v16 x) {
-#if defined(__AVX512BF16__)
-  return reinterpret_cast<v16h>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x)));
-#else
+// Rounded to nearest even as torch rounds, subnormal numbers too; NaN stays NaN.
+TANDEM_INLINE v16h narrow_all(v16 x) {
   const v16u u = bits(x);
   const v16u rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
   const v16u nan = (u >> 16) | 0x40u;
   return half(select(x == x, rounded, nan));
+}
+
+// The same for results of arithmetic. The instruction of AVX512_BF16 takes a fifth off the time of a
+// norm or an activation and makes 0 of numbers below 1.2e-38, as the processor's products of bfloat16
+// do of what they read: too small to change what they are added to. What stands for itself, such as
+// a stored weight, is narrow_all's.
+TANDEM_INLINE v16h narrow(v16 x) {
+#if defined(__AVX512BF16__)
+  return reinterpret_cast<v16h>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x)));
+#else
+  return narrow_all(x);
 #endif
 }
 
@@ -236,6 +244,11 @@ TANDEM_INLINE void store_halves(bf16* p, v16h h, int n) {
 
 TANDEM_INLINE v16 load(const bf16* p, int n) { return widen(load_halves(p, n)); }
 TANDEM_INLINE void store(bf16* p, v16 x, int n) { store_halves(p, narrow(x), n); }
+
+TANDEM_INLINE void store_all(float* p, v16 x, int n) { n == kLanes ? store(p, x) : store(p, x, n); }
+TANDEM_INLINE void store_all(bf16* p, v16 x, int n) {
+  n == kLanes ? store_halves(p, narrow_all(x)) : store_halves(p, narrow_all(x), n);
+}
 
 // The float is one of bfloat16's own values: no rounding, every bit pattern comes back.
 TANDEM_INLINE void store_exact(bf16* p, v16 x) { store_halves(p, half(bits(x) >> 16)); }
