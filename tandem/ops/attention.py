@@ -232,19 +232,34 @@ def _native(dtype: torch.dtype) -> bool:
 def _one_sequence(q: Tensor, k: Tensor, v: Tensor, kind: AttentionSpec) -> Tensor:
     """The last T of S tokens: (T, Hq, D) and (S, Hkv, D) -> (T, Hq, Dv), causal."""
     q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-    T, S = q.shape[1], k.shape[1]
+    broken = ~v.isfinite()
+    if v.is_meta or not bool(broken.any()):
+        return _of_numbers(q, k, v, kind).transpose(0, 1)
+    # Zero weight does not stop an inf or a NaN: it would reach tokens that do not see it.
+    out = _of_numbers(q, k, v.masked_fill(broken, 0.0), kind)
+    reached = _seen(q, k, kind.window).float() @ broken.float() > 0
+    groups = q.shape[0] // k.shape[0]
+    return out.masked_fill(reached.repeat_interleave(groups, 0), torch.nan).transpose(0, 1)
+
+
+def _of_numbers(q: Tensor, k: Tensor, v: Tensor, kind: AttentionSpec) -> Tensor:
+    """Of finite values: q (Hq, T, D), k, v (Hkv, S, D) -> (Hq, T, Dv)."""
+    T = q.shape[1]
     plain = kind.softcap == 0 and kind.sinks is None and kind.dropout == 0
-    if plain and T == S and (kind.window == 0 or kind.window >= T):
-        out = F.scaled_dot_product_attention(
+    if plain and k.shape[1] == T and (kind.window == 0 or kind.window >= T):
+        return F.scaled_dot_product_attention(
             q[None], k[None], v[None], is_causal=True, scale=kind.scale, enable_gqa=True
         )[0]
-        return out.transpose(0, 1)
+    return _weighted(q, k, v, _seen(q, k, kind.window), kind)
+
+
+def _seen(q: Tensor, k: Tensor, window: int) -> Tensor:
+    """Which of S keys each of the last T tokens sees: (T, S) bool."""
+    T, S = q.shape[1], k.shape[1]
     places = torch.arange(S, device=q.device)
     queries = places[S - T :, None]
     seen = places[None] <= queries
-    if kind.window:
-        seen = seen & (places[None] > queries - kind.window)
-    return _weighted(q, k, v, seen, kind).transpose(0, 1)
+    return seen & (places[None] > queries - window) if window else seen
 
 
 def _weighted(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, kind: AttentionSpec) -> Tensor:
@@ -285,10 +300,10 @@ def _paged_plain(
         dense_v = values[tables].permute(0, 3, 1, 2, 4).reshape(n, heads, length, -1)
     places = torch.arange(length, device=q.device)[None]
     seen = places <= positions[:, None]
-    # A block may hold anything past its row's end: zero weight does not stop a NaN.
-    dense_v = dense_v.masked_fill(~seen[:, None, :, None], 0.0)
     if kind.window:
         seen = seen & (places > positions[:, None] - kind.window)
+    # A block may hold anything past its row's end: zero weight does not stop a NaN.
+    dense_v = dense_v.masked_fill(~seen[:, None, :, None], 0.0)
     return _weighted(q[:, :, None], dense_k, dense_v, seen[:, None, None], kind)[:, :, 0]
 
 

@@ -215,15 +215,15 @@ def _plain_recurrence(
     index = (ends[:-1, None] + places).clamp(max=max(0, len(q) - 1))
 
     def rows(x: Tensor) -> Tensor:  # (N, H, ...) -> (B, H, T, ...)
-        padded = x[index] * real.view(*real.shape, *[1] * (x.dim() - 1))
-        return padded.transpose(1, 2)
+        padded = real.view(*real.shape, *[1] * (x.dim() - 1))
+        return torch.where(padded, x[index], 0.0).transpose(1, 2)
 
     state = q.new_zeros(len(ends) - 1, v.shape[1], q.shape[2], v.shape[2])
     if step.slots is not None:
         goes_on = (_begins(step) > 0)[:, None, None, None]
         state = torch.where(goes_on, _kept(step, layer)[1][step.slots], state)
     rates = None if beta is None else rows(beta)
-    out, state = _in_chunks(rows(q), rows(k), rows(v), rows(decay), rates, state)
+    out, state = _causal(rows(q), rows(k), rows(v), rows(decay), rates, state)
     if step.slots is not None:
         _kept(step, layer)[1][step.slots] = state.detach()
     row = torch.searchsorted(ends[1:].contiguous(), _places(q), right=True)
@@ -233,6 +233,27 @@ def _plain_recurrence(
 def _read(state: Tensor, x: Tensor) -> Tensor:
     """(n, H, K, V) by x (n, H, K) -> (n, H, V)."""
     return (state * x[..., None]).sum(-2)
+
+
+def _causal(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`_in_chunks`, where on a CPU an inf or a NaN makes NaN of its token and later ones alone.
+
+    Products over a chunk take it to earlier tokens, whose weight of 0 does not stop it. A GPU would
+    have to be waited for.
+    """
+    written = [k, v, decay[..., None], *([] if beta is None else [beta[..., None]])]
+    if q.is_cpu and not all(bool(x.isfinite().all()) for x in written):
+        broken = torch.stack([~x.isfinite().all(-1) for x in written]).any(0)
+        k, v = (x.masked_fill(broken[..., None], 0.0) for x in (k, v))
+        decay = decay.masked_fill(broken, 0.0)
+        beta = None if beta is None else beta.masked_fill(broken, 0.0)
+        out, state = _in_chunks(q, k, v, decay, beta, state)
+        reached = (broken.cumsum(-1) > 0)[..., None]
+        last = reached[..., -1:, :]
+        return out.masked_fill(reached, torch.nan), state.masked_fill(last, torch.nan)
+    return _in_chunks(q, k, v, decay, beta, state)
 
 
 def _in_chunks(

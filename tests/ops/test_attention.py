@@ -64,3 +64,35 @@ def test_packed_sequences_and_decoding_against_a_slow_loop(kind: AttentionSpec) 
     decode = Decode(torch.tensor(begun), tables, memory)
     out = paged_attention(q[last], k[last], v[last], decode, 0, kind)
     assert torch.allclose(out.double(), expected[last], atol=1e-5)
+
+
+@pytest.mark.parametrize("broken", [torch.inf, torch.nan])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_value_that_is_no_number_reaches_the_tokens_that_see_it_alone(
+    kind: AttentionSpec, broken: float
+) -> None:
+    generator, length, at = torch.Generator().manual_seed(0), 30, 13
+    q = torch.randn(length, 4, 8, generator=generator, requires_grad=True)
+    k, v = (torch.randn(length, 2, width, generator=generator) for width in (8, 6))
+    step = Packed.of_lengths([length], torch.device("cpu"))
+    whole = varlen_attention(q, k, v, step, kind)
+    (pull,) = torch.autograd.grad(whole[:at].sum(), q)
+    v[at, :, -1] = broken
+    out = varlen_attention(q, k, v, step, kind)
+    sees = torch.arange(length) >= at
+    if kind.window:
+        sees[at + kind.window :] = False
+    assert torch.equal(out[~sees], whole[~sees])
+    assert not bool(out[sees, :, -1].isfinite().any())
+    assert torch.allclose(out[sees, :, :-1], whole[sees, :, :-1])
+    (got,) = torch.autograd.grad(out[:at].sum(), q)
+    assert torch.allclose(got, pull)
+
+    memory = KVMemory([LayerShape(2, 8, 6)], 2, dtype=torch.float32, device=q.device)
+    tables = torch.tensor([[1, 0]], dtype=torch.int32)
+    for t in range(length):
+        decode = Decode(torch.tensor([t]), tables, memory)
+        with torch.no_grad():
+            made = paged_attention(q[t, None], k[t, None], v[t, None], decode, 0, kind)
+        assert bool(made[..., -1].isfinite().all()) == (not sees[t])
+        assert torch.allclose(made[..., :-1], whole[t, None, :, :-1], atol=1e-6), t

@@ -115,6 +115,27 @@ def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
+@pytest.mark.usefixtures("how")
+@pytest.mark.parametrize("broken", [torch.inf, torch.nan])
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_no_number_reaches_later_tokens_of_its_sequence_alone(
+    name: str, broken: float
+) -> None:
+    case, lengths, at = CASES[name], (10, 20, 90), 17
+    step = Packed.of_lengths(lengths, CPU)
+    names = ("q", "k", "v", "decay", "beta")
+    with attending(step):
+        whole = recurrence(0, *case.inputs(sum(lengths)))
+        for which in names[: 5 if case.delta else 4]:
+            inputs = case.inputs(sum(lengths))
+            inputs[names.index(which)][at] = -broken
+            out = recurrence(0, *inputs)
+            untouched = torch.cat([out[:at], out[30:]]) - torch.cat([whole[:at], whole[30:]])
+            assert float(untouched.abs().max()) < 1e-5, which
+            is_reset = which == "decay" and broken == torch.inf  # e^-inf lets nothing through
+            assert is_reset or not bool(out[at].isfinite().any()), which
+
+
 @pytest.mark.parametrize("segments", SEGMENTS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_recurrence_is_the_loop_and_so_is_its_gradient(
