@@ -170,31 +170,36 @@ struct GeluTanh {
   }
 };
 
-// x Phi(x), of which Phi(-|x|) is e^(-x^2 / 2) w(|x|): no difference of nearly equal numbers. w falls
-// from 1/2 as 1/|x|; (1 + 1.25 |x|) w, a polynomial of (|x| - 3) / (|x| + 3), is fitted to 2e-8.
+// x Phi(x), of which Phi(-s) is e^(-s^2 / 2) w(s): no difference of nearly equal numbers. w falls
+// from 1/2 as 1/s; the quotient of two polynomials is fitted to 2^-30 (1 + s^2 / 2), as farther out
+// rounding s^2 costs more.
 struct Gelu {
   static constexpr float kDensity = 0.39894228040143268f;  // of a normal at 0
 
-  static TANDEM_INLINE v16 bell(v16 x) { return exp_below(x * x * -0.5f); }
-  static TANDEM_INLINE v16 phi(v16 x, v16 bell) {
-    const v16 size = from_bits(bits(x) & 0x7FFFFFFFu), q = 1.0f - 6.0f / (size + 3.0f);
-    v16 p = q * 7.686010e-5f + 3.4915549e-5f;
-    p = p * q + -6.2306837e-4f;
-    p = p * q + -3.7651206e-4f;
-    p = p * q + 3.9793202e-3f;
-    p = p * q + 7.3099311e-4f;
-    p = p * q + -2.9938364e-2f;
-    p = p * q + 6.8007275e-2f;
-    p = p * q + -5.1347058e-2f;
-    p = p * q + -6.9057755e-2f;
-    p = p * q + 5.7719123e-1f;
-    const v16 below = bell * p / (1.0f + size * 1.25f);
-    return select(x < 0.0f, below, 1.0f - below);
+  // |x|, or where e^(-s^2 / 2) is 0.
+  static TANDEM_INLINE v16 size(v16 x) {
+    return min(splat(13.26f), from_bits(bits(x) & 0x7FFFFFFFu));
   }
-  static TANDEM_INLINE v16 value(v16 x) { return x * phi(x, bell(x)); }
+  static TANDEM_INLINE v16 bell(v16 s) { return exp_of<-2>(s * s); }
+  static TANDEM_INLINE v16 below(v16 s, v16 bell) {
+    v16 p = s * 0.00612998335f + 0.0643196777f, q = s * 0.0153650334f + 0.161250502f;
+    p = p * s + 0.303013027f;
+    p = p * s + 0.751027524f;
+    p = p * s + 0.896359026f;
+    q = q * s + 0.774417162f;
+    q = q * s + 2.04941201f;
+    q = q * s + 2.93243718f;
+    q = q * s + 1.79271805f;
+    return bell * p / q;
+  }
+  static TANDEM_INLINE v16 value(v16 x) {
+    const v16 s = size(x);
+    // The smaller is x below 0, of which -inf gives NaN as by the formula.
+    return min(x, -s) * below(s, bell(s)) + max(splat(0.0f), x);
+  }
   static TANDEM_INLINE v16 slope(v16 x) {
-    const v16 density = bell(x);
-    return phi(x, density) + x * density * kDensity;
+    const v16 s = size(x), density = bell(s), under = below(s, density);
+    return select(x < 0.0f, under, 1.0f - under) + x * density * kDensity;
   }
 };
 

@@ -285,21 +285,27 @@ TANDEM_INLINE float max(v16 x) {
   return b[0] > b[1] ? b[0] : b[1];
 }
 
-// e^x to 1 ulp for x in (-87.6, 88.3]; 0 below -87.6. Not for larger x. exp(0) is exactly 1.
-TANDEM_INLINE v16 exp_below(v16 x) {
+// e^(x / K) for x / K in [-88, 88.3], K a power of 2 or minus one: the bits are those of K = 1.
+template <int K>
+TANDEM_INLINE v16 exp_of(v16 x) {
   const v16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  x = max(splat(-88.0f), x);             // keeps a NaN, which is the second argument
-  const v16 shifted = x * 1.44269504f + magic;
+  const v16 shifted = x * (1.44269504f / K) + magic;
   const v16 n = shifted - magic;
-  const v16 r = (x - n * 0.693145752f) - n * 1.42860677e-6f;  // ln 2 in two parts
-  v16 p = r * 0.0013814539987808024f + 0.008368745116376237f;
-  p = p * r + 0.04166839078638745f;
-  p = p * r + 0.1666652039896218f;
-  p = p * r + 0.4999999343211048f;
-  p = p * r + 1.0f;
+  const v16 r = (x - n * (0.693145752f * K)) - n * (1.42860677e-6f * K);  // ln 2 in two parts
+  constexpr float cube = K * K * K;
+  v16 p = r * (0.0013814539987808024f / (cube * cube)) + 0.008368745116376237f / (cube * K * K);
+  p = p * r + 0.04166839078638745f / (cube * K);
+  p = p * r + 0.1666652039896218f / cube;
+  p = p * r + 0.4999999343211048f / (K * K);
+  p = p * r + 1.0f / K;
   p = p * r + 1.0f;
   // 2^n, its exponent field put together by hand: n = -127 gives 0.
   return p * from_bits((bits(shifted) + (127u - 0x4B400000u)) << 23);
+}
+
+// e^x to 1 ulp for x in (-87.6, 88.3]; 0 below -87.6. Not for larger x. exp(0) is exactly 1.
+TANDEM_INLINE v16 exp_below(v16 x) {
+  return exp_of<1>(max(splat(-88.0f), x));  // keeps a NaN, which is the second argument
 }
 
 // The same for every x: held at e^88.3 above.
