@@ -31,7 +31,7 @@ from tandem.config.load import (
 from tandem.config.nearest import SHORT_NAMES, advice, empty_list
 from tandem.config.pages import flag_lines
 from tandem.config.schema import RunConfig
-from tandem.config.spellings import conversion, knob_meant, listed, note_of, plain
+from tandem.config.spellings import CONVERSIONS, conversion, knob_meant, listed, note_of, plain
 from tandem.config.stages import (
     DEFAULT,
     defaults_of,
@@ -325,7 +325,9 @@ class _CommandLine:
         """What to write instead of an unknown flag; empty if nothing is close."""
         name = flag.lstrip("-").removeprefix("no-")
         own = [self._section] if self._section else [stage_of(name).section for name in DEFAULT]
-        if self._rl:
+        if f"{self._command}.{plain(name)}" in CONVERSIONS:
+            own = [self._command]
+        elif self._rl:
             own = [self._rl] if conversion(name, self._rl) else [*own, self._rl]
         spell = _flag if "." in flag else lambda name: self._shorts.get(name, _flag(name))
         return advice(name, self._read_knobs, own, spell)

@@ -25,9 +25,9 @@ ALIASES: dict[str, tuple[str, str]] = {
 """Name elsewhere -> (our knob, or the end of several knobs' names; a remark)."""
 CONVERSIONS: dict[str, tuple[str, str]] = {
     name: (ends, advice) for name, (ends, advice) in _TABLES["conversions"].items()
-}
+} | {name: ("", answer) for answer, names in _TABLES["needless"].items() for name in names.split()}
 """Name elsewhere -> (knobs to use, by the ends of their names; how to convert). A dotted name is
-that name in one section."""
+that name in one section, or for the command of one stage."""
 
 VERL: dict[str, str | tuple[str, str]] = {
     name: use if isinstance(use, str) else (use[0], use[1]) for name, use in _TABLES["verl"].items()
@@ -143,8 +143,7 @@ def conversion_advice(
     return [
         f"In {_section(dotted)} use {_spelled_out(ends, ending(ends, known), spell)}: {advice}."
         for dotted, (ends, advice) in CONVERSIONS.items()
-        if dotted.endswith(f".{last}")
-        and (_section(dotted) not in _other_rl() or _section(dotted) in sections)
+        if dotted.endswith(f".{last}") and _section(dotted) in {*_default_sections(), *sections}
     ]
 
 
@@ -187,14 +186,15 @@ def _section(knob: str) -> str:
 
 
 def _converted_somewhere(last: str) -> bool:
-    return any(
-        dotted.endswith(f".{last}") and _section(dotted) not in _other_rl()
-        for dotted in CONVERSIONS
-    )
+    return any(f"{section}.{last}" in CONVERSIONS for section in _default_sections())
 
 
 def _other_rl() -> frozenset[str]:
     """Sections of RL stages that do not run by default. A name without a section means the default
     RL stage's."""
     rl = {stage.section for stage in of_family(stage_names(), "rl")}
-    return frozenset(rl - {stage_of(name).section for name in DEFAULT})
+    return frozenset(rl - _default_sections())
+
+
+def _default_sections() -> frozenset[str]:
+    return frozenset(stage_of(name).section for name in DEFAULT)

@@ -111,6 +111,16 @@ def refused(flags: str, command: str = "train") -> str:
         ("sft", "--lora_dim 8", "lora.rank", 8, "is lora.alpha 1"),
         ("ppo", "--kl_ctl 0.1", "ppo.kl_coef", 0.1, "--kl_ctl is read as --ppo.kl-coef"),
         ("train", "--ppo.kl_target 6", "ppo.kl_coef_target", 6.0, "is now --ppo.kl-coef-target"),
+        ("train", "--max_completion_length 32", "sampling.max_new_tokens", 32, "--sampling.max"),
+        ("train", "--max_prompt_length 32", "dataset.max_prompt_tokens", 32, "--dataset.max-prom"),
+        ("ppo", "--prompt_data a b", "data", ("a", "b"), "--prompt_data is read as --data"),
+        ("ppo", "--lambd 0.9", "ppo.lam", 0.9, "--lambd is read as --ppo.lam"),
+        ("ppo", "--value_clip 0.5", "ppo.value_clip", 0.5, "--ppo.value-clip"),
+        ("ppo", "--ema --ema_beta 0.9", "ppo.ema_decay", 0.9, "--ppo.ema-decay"),
+        ("sft", "--adam_betas 0.9 0.98", "sft.betas", (0.9, 0.98), "--sft.betas"),
+        ("sft", "--l2 0.1", "sft.weight_decay", 0.1, "--sft.weight-decay"),
+        ("grpo", "--grpo.kl k1-in-reward --grpo.kl-coef-target 3 --algorithm.kl_ctrl.horizon 50",
+         "grpo.kl_horizon", 50, "--grpo.kl-horizon"),
     ],
 )  # fmt: skip
 def test_a_flag_with_the_same_meaning_is_read_with_one_note(
@@ -185,6 +195,25 @@ def test_a_key_with_the_same_meaning_is_read_with_one_note(
         ("dpo", "--dataset_train_split s", "Use --data: behind the name, as in NAME@/SPLIT or NA"),
         ("sft", "--dataset d.json", "Use --data: files or hub names; a dataset_info.json is not r"),
         ("train", "--no-num-generations", "Did you mean --sampling.samples-per-prompt?"),
+        ("grpo", "--vllm_gpu_memory_utilization 0.3", "generates on the training weights with its"),
+        ("ppo", "--colocate_all_models", "All models share all ranks; use --num-gpus on the comm"),
+        ("ppo", "--adam_offload", "Use --offload: write optimizer, with params"),
+        ("ppo", "--lr_warmup_ratio 0.1", "Did you mean --ppo.actor.warmup or --ppo.critic.warmup?"),
+        ("ppo", "--ring_attn_size 2", "Sequences are not split over ranks; micro_batch_tokens"),
+        ("grpo", "--sapo_temperature_neg 1", "a loss of your own goes into loss_function"),
+        ("dpo", "--ld_alpha 0.5", "Losses on pairs weight every token and pair alike"),
+        ("dpo", "--max_completion_length 9", "Use --max-tokens: prompt and answer together"),
+        ("kto", "--max_prompt_length 9", "Use --max-tokens: prompt and answer together"),
+        ("kto", "--loss_type apo", "Stage kto learns KTO's loss alone; remove it"),
+        ("kto", "--label_key l", "Use --columns: write label=COLUMN"),
+        ("grpo", "--label_key l", "Use --scoring.answer-column: the column with a row's referen"),
+        ("sft", "--loss_type nll", "SFT learns the negative log-likelihood alone; remove it"),
+        ("online-dpo", "--beta 0.1", "Use --dpo.beta: the same value"),
+        ("grpo", "--critic.grad_clip 1", "Use --ppo.critic.max-grad-norm: the same value"),
+        ("ppo", "--algorithm.kl_ctrl.target_kl 1", "Use --ppo.kl-coef-target: in nats per answer"),
+        ("ppo", "--actor_rollout_ref.actor.clip_ratio_low 0.2", "Use --ppo.clip-ratio: the same"),
+        ("grpo", "--actor_rollout_ref.actor.clip_ratio_low 0.2", "Use --grpo.clip-low: the same"),
+        ("grpo", "--actor_rollout_ref.actor.ulysses_sequence_parallel_size 2", "Sequences are not"),
     ],
 )  # fmt: skip
 def test_a_flag_with_another_meaning_is_answered_with_the_right_one(
@@ -265,7 +294,7 @@ def test_another_trainers_file_is_read_and_answered_as_its_flags_are(tmp_path: P
 def test_verls_file_is_read_and_answered_as_its_arguments_are(tmp_path: Path) -> None:
     file = tmp_path / "verl.yaml"
     file.write_text(
-        "data: {train_files: a.parquet, shuffle: true}\n"
+        "data: {train_files: a.parquet, image_key: i}\n"
         "actor_rollout_ref:\n"
         "  actor: {kl_loss_coef: 0.1, optim: {lr: 1e-6}}\n"
         "trainer: {nnodes: 2, save_freq: 9}\n"
@@ -274,7 +303,7 @@ def test_verls_file_is_read_and_answered_as_its_arguments_are(tmp_path: Path) ->
     for part in (
         "actor_rollout_ref.actor.kl_loss_coef is not a knob. Use grpo.kl and grpo.kl_coef: ",
         "trainer.nnodes is not a knob. Use --num-nodes",
-        "data.shuffle is not a knob. Known here: ",
+        "data.image_key is not a knob. Known here: ",
     ):
         assert part in said
     file.write_text(
