@@ -49,6 +49,8 @@ def critic_free_problems(config: RunConfig, stage: Stage) -> Iterator[str]:
     if 0 < grpo.dual_clip <= 1:
         yield f"grpo.dual_clip must be 0 or above 1; got {grpo.dual_clip:g}. Use e.g. 3"
     read_with = {
+        "clip_low": ("loss", grpo.loss != "cispo"),
+        "clip_high": ("loss", grpo.loss != "cispo"),
         "dual_clip": ("loss", grpo.loss == "clip"),
         "cispo_max_ratio": ("loss", grpo.loss == "cispo"),
         "jsd_beta": ("kl", grpo.kl == "jsd-in-loss"),

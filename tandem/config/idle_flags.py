@@ -17,6 +17,13 @@ _READ_BY_ALL = ("sft.loss_on",)
 _READ_WITHOUT_RL = ("eval_prompts", "tools", "reward_model_weight")
 """What the comparison of models reads of the default RL stage's section if no such stage runs."""
 _TRAINED = {"actor": "a policy", "critic": "a critic or a reward model"}
+_OF_FUNCTIONS = tuple(
+    f"scoring.{name}"
+    for name in ("deadline_seconds", "workers", "memory_gb", "on_failure", "self_test")
+)
+"""What is read where a reward function, an environment or a tool runs."""
+_OF_ADAPTERS = ("lora.alpha", "lora.dropout", "lora.targets")
+_OF_ROLLOUTS = ("log.print_samples_every", "log.record_answers", "kept_states")
 _SAMPLE = ("sampling.", "hybrid_engine", "generation_")
 """What is read where answers are sampled: in RL stages, for a reward model's scale, and in the
 comparison of models."""
@@ -52,6 +59,8 @@ def _idle(
     for knob, words in given.items():
         if not _is_read(knob, running, config, has_scores):
             yield _flag(knob, words), unread
+        elif reason := _without_its_owner(knob, config):
+            yield _flag(knob, words), reason
         elif knob == "parallel.critic_zero_stage":
             if not has_scores and "critic" not in trained:
                 yield _flag(knob), f"{named} {have} no critic and no reward model"
@@ -74,6 +83,21 @@ def _idle(
                 yield f"{_flag(knob)} reference", "the reference is the actor without its adapters"
 
 
+def _without_its_owner(knob: str, config: RunConfig) -> str:
+    """Why nothing reads a knob of what the run does not have; empty if it has it."""
+    rl, lora = rl_section(config), config.lora
+    if knob in _OF_FUNCTIONS and not (rl.reward_function or rl.environment or rl.tools):
+        return "the run has no reward function"
+    if knob in _OF_ADAPTERS and lora.rank == 0 and lora.critic_rank < 1:
+        return "lora.rank is 0"
+    if knob == "generation_prefill_tokens" and not config.hybrid_engine:
+        return "Hugging Face's generate does not read {it}"
+    moved = {"optimizer", "params"} & set(config.parallel.offload)
+    if knob == "parallel.offload_gradients" and not moved:
+        return "parallel.offload has no optimizer"
+    return ""
+
+
 def _is_read(knob: str, running: Sequence[Stage], config: RunConfig, has_scores: bool) -> bool:
     section, _, name = knob.partition(".")
     has_rl = any(stage.family == "rl" for stage in running)
@@ -89,6 +113,8 @@ def _is_read(knob: str, running: Sequence[Stage], config: RunConfig, has_scores:
         return True
     if section == "scoring":
         return knob == "scoring.reward_models" and has_scores
+    if knob in _OF_ROLLOUTS:
+        return has_rl
     samples = any(stage.leaves == "reward model" for stage in running)
     if knob == "sampling.samples_per_prompt":
         return samples

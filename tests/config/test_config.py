@@ -475,6 +475,23 @@ def test_types_are_checked_in_python_too() -> None:
          "--critic-zero-stage has no effect, as grpo has no critic and no reward model"),
         ("grpo", "--critic-zero-stage 3 --offload reward --reward-function f:f --output-dir {run}",
          ""),
+        ("ppo", "--reward-model r --lora.alpha 32 --lora.targets q_proj",
+         "--lora.alpha and --lora.targets have no effect, as lora.rank is 0"),
+        ("ppo", "--reward-model r --lora.alpha 32 --lora.critic-rank 4", ""),
+        ("ppo", "--reward-model r --scoring.workers 3 --no-scoring.self-test",
+         ("--scoring.workers and --no-scoring.self-test have no effect, as the run has no reward "
+         "function")),
+        ("ppo", "--reward-function a.py:f --scoring.workers 3", ""),
+        ("ppo", "--reward-model r --ppo.tools t.py:f --scoring.deadline-seconds 3", ""),
+        ("sft", "--log.record-answers 3 --log.print-samples-every 5 --kept-states 0.2",
+         ("--log.record-answers, --log.print-samples-every and --kept-states have no effect, as "
+         "sft does not read them")),
+        ("ppo", "--reward-model r --log.record-answers 3 --kept-states 0.2", ""),
+        ("ppo", "--reward-model r --no-hybrid-engine --generation-prefill-tokens 64",
+         "--generation-prefill-tokens has no effect, as Hugging Face's generate does not read it"),
+        ("sft", "--no-parallel.offload-gradients",
+         "--no-parallel.offload-gradients has no effect, as parallel.offload has no optimizer"),
+        ("sft", "--no-parallel.offload-gradients --offload optimizer", ""),
     ],
 )  # fmt: skip
 def test_a_flag_that_no_running_stage_reads_is_noted(
@@ -486,3 +503,14 @@ def test_a_flag_that_no_running_stage_reads_is_noted(
     words = f"--actor-model x --data y {flags}".format(run=tmp_path).split()
     parse_run_flags(words, command, note=notes.append)
     assert notes == ([said] if said else [])
+
+
+def test_a_bound_that_a_loss_does_not_read_is_refused() -> None:
+    told = (
+        "grpo.clip_high must not be set where grpo.loss is cispo, which does not read it; got 0.3"
+    )
+    start = "--actor-model x --data y --reward-model r --algorithm"
+    with pytest.raises(ConfigError, match=told):
+        parse_run_flags(f"{start} cispo --grpo.clip-high 0.3".split(), "grpo")
+    parse_run_flags(f"{start} dapo --grpo.loss cispo".split(), "grpo")
+    parse_run_flags(f"{start} dapo --grpo.clip-high 0.3".split(), "grpo")
