@@ -140,11 +140,24 @@ class Learner:
             weight: 0 where this rank only keeps in step with the others.
             is_last: whether it is the step's last backward on every rank; gradients of split
                 weights may be reduced only then.
+        Raises:
+            ModelError: the rows use no weight that is trained, in a model split over ranks.
         """
         self.times_used += 1
+        if not loss_sum.requires_grad:
+            self._require_unsplit()
+            return
         self.shards.before_backward(last=is_last)
         factor = weight * (self.scaler.scale if self.scaler is not None else 1.0)
         (loss_sum * (factor / denominator) if factor != 1.0 else loss_sum / denominator).backward()
+
+    def _require_unsplit(self) -> None:
+        if self.shards.is_split and self.shards.world.size > 1:
+            raise ModelError(
+                f"{self.name}: a micro-batch of a sharded model must use a weight that is trained; "
+                "got rows that use none. Train layers that all rows use (lora.targets), or use "
+                "ZeRO stage 0."
+            )
 
     def finished_gradients(self) -> list[Tensor]:
         """After the last backward: this rank's pieces of the gradients that the step will use."""

@@ -199,3 +199,32 @@ def test_rows_shorter_than_a_compressor_takes_on_one_rank() -> None:
             for name, value in alone.items():
                 scale = float(value.abs().max())
                 torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5 * scale)
+
+
+def of_unused_rows(world: World, stage: int) -> dict[str, Tensor]:
+    """After a step of rows that do not use the spare matrix, the only one trained, and of rows that
+    do."""
+    model: Any = Model()
+    model.requires_grad_(False)
+    model.spare.requires_grad_()
+    shards = shard(model, list(model.blocks) if stage else [], ShardPlan(stage), world)
+    learner = Learner("x", model, OptimizerConfig(learning_rate=0.01))
+    for part in range(world.rank, 2, world.size):
+        x = torch.ones(2, WIDTH)
+        loss = shards.forward(partial(model, x, True, part == 1)).sum()
+        learner.backward(loss, 4.0, is_last=part + world.size >= 2)
+    learner.step()
+    return {name: whole(value) for name, value in learner.weights().items()}
+
+
+def test_rows_that_use_no_trained_weight_add_nothing() -> None:
+    alone = of_unused_rows(World(), 0)
+    assert not torch.equal(alone["spare.weight"], Model().spare.weight)
+    for found in (*on_ranks(2, of_unused_rows, 0), of_unused_rows(World(), 3)):
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value)
+
+
+def test_rows_that_use_no_trained_weight_are_refused_where_ranks_wait_for_theirs() -> None:
+    with pytest.raises(AssertionError, match="x: a micro-batch of a sharded model must use"):
+        on_ranks(2, of_unused_rows, 2)
