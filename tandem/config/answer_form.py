@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tandem.config.form_limits import parser_limits, too_costly, too_long
+from tandem.config.form_trial import tried
 from tandem.errors import ConfigError
 from tandem.text import first_line
 
@@ -34,10 +35,11 @@ class FormError(ValueError):
 class AnswerForm:
     """What whole answers must be.
 
-    kind: of `text`. other: a form that answers may have instead.
+    kind: of `text`; the rules of a grammar are a user's own, those in Lark's notation ours.
+    other: a form that answers may have instead.
     """
 
-    kind: Literal["json_schema", "regex", "lark"]
+    kind: Literal["json_schema", "regex", "lark", "grammar"]
     text: str
     other: AnswerForm | None = None
 
@@ -73,7 +75,7 @@ class AnswerForm:
         if found := too_long(text):
             raise FormError(f"be a grammar that can be followed in time; got {found}")
         try:
-            return AnswerForm("lark", any_to_lark(text))
+            return AnswerForm("grammar", any_to_lark(text))
         except Exception as error:  # of a parser that raises many
             raise FormError(f"be a grammar; got what cannot be read: {_short(error)}") from None
 
@@ -99,6 +101,15 @@ class AnswerForm:
         either = {"name": name, "lark_grammar": f"start: @{parts[0]} | @{parts[1]}"}
         return [either, {**one, "name": parts[0]}, *self.other.grammars(parts[1])]
 
+    @property
+    def limits(self) -> dict[str, Any]:
+        """llguidance's, by name."""
+        each, has_rules = self, self.kind == "grammar"
+        while each.other is not None:
+            each = each.other
+            has_rules |= each.kind == "grammar"
+        return parser_limits(has_rules=has_rules)
+
     def check(self) -> AnswerForm:
         """The form itself.
 
@@ -106,19 +117,14 @@ class AnswerForm:
             FormError: its grammar cannot be followed, or the library is missing.
         """
         require_library()
-        from llguidance import LLMatcher
-
         if found := too_costly(self.kind, self.text):
             raise FormError(f"be {self._kind} that can be followed in time; got {found}")
         try:
             grammars = [{"lark_grammar": "start: @answer"}, *self.grammars("answer")]
         except ValueError as error:
             raise FormError(f"be {self._kind}; got {_short(error)}") from None
-        is_error, said = LLMatcher.validate_grammar_with_warnings(
-            json.dumps({"grammars": grammars}), limits=parser_limits()
-        )
-        if is_error:
-            raise FormError(f"be {self._kind} that can be followed; got: {_short(said[0])}")
+        if said := tried(json.dumps({"grammars": grammars}), self.limits):
+            raise FormError(f"be {self._kind} that can be followed; got: {_short(said)}")
         return self
 
     @property

@@ -15,25 +15,31 @@ MOST_LETTERS = 1 << 20
 """Of a form."""
 MOST_GRAMMAR_LETTERS = 1 << 17
 """Of a request's grammar."""
-MOST_RULE_LETTERS = 1 << 14
+MOST_RULE_LETTERS = 1 << 13
 """Of the same without its texts: rules may be followed in many ways at once."""
 _LARGEST_MULTIPLE = 10_000
 """Of `multipleOf`: a number is followed by its remainder."""
+MOST_OPTIONAL = 200
+"""Properties of an object that may be left out: at each of them an answer may go on in as many
+ways."""
 _TEXTS = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 """Its last quote may be missing, so that no place is tried twice."""
 
 
-def parser_limits() -> Any:
-    """llguidance's, in which finding the tokens of one step takes some tenths of a second at
-    most."""
-    from llguidance import LLParserLimits
+def parser_limits(*, has_rules: bool) -> dict[str, Any]:
+    """llguidance's by name, in which a step's tokens are found within about a second at worst.
 
-    return LLParserLimits(
-        step_lexer_fuel=20_000,
-        step_max_items=20_000,
-        max_lexer_states=50_000,
-        precompute_large_lexemes=False,  # takes minutes for some thousand properties
-    )
+    Args:
+        has_rules: it is a request's grammar, whose rules may be followed in many ways at once: the
+            time of a step is of the third power of their number.
+    """
+    return {
+        "step_lexer_fuel": 20_000,
+        "step_max_items": 20_000,
+        "max_items_in_row": 500 if has_rules else 1100,
+        "max_lexer_states": 50_000,
+        "precompute_large_lexemes": False,  # takes minutes for some thousand properties
+    }
 
 
 def too_long(grammar: str) -> str:
@@ -50,31 +56,62 @@ def too_costly(kind: str, text: str) -> str:
     """Why a form of this kind must not be followed; "" if it may be."""
     if len(text) > MOST_LETTERS:
         return f"{len(text):,} letters, which may be at most {MOST_LETTERS:,}"
-    schemas = _schemas_in(text) if kind == "lark" else []
+    schemas = _schemas_in(text) if kind in ("lark", "grammar") else []
     if kind == "json_schema":
         schemas = [json.loads(text)]
-    found = max(map(_common_multiple, schemas), default=1)
-    if found <= _LARGEST_MULTIPLE:
-        return ""
-    return f"multipleOf with the common multiple {found}, which may be at most {_LARGEST_MULTIPLE}"
+    if any(map(_has_large_multiple, schemas)):
+        return f"multipleOf with a common multiple above {_LARGEST_MULTIPLE}"
+    if (optional := max(map(_most_optional, schemas), default=0)) > MOST_OPTIONAL:
+        return (
+            f"an object with {optional:,} optional properties, which may be at most "
+            f"{MOST_OPTIONAL}: name more of them in `required`, or group them in objects"
+        )
+    return ""
 
 
-def _common_multiple(schema: Any) -> int:
-    """Of all `multipleOf` of a schema, each in units of the last decimal place of any."""
-    found = [Fraction(Decimal(str(each))) for each in _multiples(schema)]
-    unit = lcm(*(each.denominator for each in found))
-    return lcm(*(int(each * unit) for each in found))
+def _most_optional(schema: Any) -> int:
+    """Properties of one object that may be left out."""
+    most = 0
+    for part in _mappings(schema):
+        properties, required = part.get("properties"), part.get("required")
+        if isinstance(properties, Mapping):
+            named = required if isinstance(required, list) else []
+            needed = {name for name in named if isinstance(name, str)} & properties.keys()
+            most = max(most, len(properties) - len(needed))
+    return most
+
+
+def _has_large_multiple(schema: Any) -> bool:
+    """Whether the common multiple of all `multipleOf` of a schema, each in units of the last
+    decimal place of any, is more than numbers can be followed by."""
+    unit = multiple = 1
+    for value in _multiples(schema):
+        if value > _LARGEST_MULTIPLE:  # infinity, too
+            return True
+        step = Fraction(Decimal(str(value)))
+        finer = lcm(unit, step.denominator)
+        multiple = lcm(multiple * (finer // unit), int(step * finer))
+        unit = finer
+        if multiple > _LARGEST_MULTIPLE:
+            return True
+    return False
 
 
 def _multiples(schema: Any) -> Iterator[float]:
     """The values of `multipleOf` anywhere in a schema."""
+    for part in _mappings(schema):
+        value = part.get("multipleOf")
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+            yield value
+
+
+def _mappings(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """All that have keys, anywhere in a schema."""
     parts = [schema]
     while parts:
         part = parts.pop()
         if isinstance(part, Mapping):
-            value = part.get("multipleOf")
-            if isinstance(value, int | float) and value > 0:
-                yield value
+            yield part
             parts += part.values()
         elif isinstance(part, list):
             parts += part

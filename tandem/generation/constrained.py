@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from tandem.config.answer_form import AnswerForm, require_library
-from tandem.config.form_limits import parser_limits, too_costly
+from tandem.config.answer_form import AnswerForm, quoted, require_library
+from tandem.config.form_limits import too_costly
 from tandem.data.call_grammar import calls_form
 from tandem.data.grammar_text import GrammarText
 from tandem.data.render import Renderer
@@ -36,7 +36,21 @@ _KEPT_GRAMMARS = 32
 """Grammars that are kept compiled, for the next answer of the same form."""
 _ONE_STEP = '%llguidance {"no_forcing": true}'
 """Find one step's tokens, without following on what must come behind them, which may be long."""
+_MARK = "x"
+"""Comes before what an answer may be, and is taken at once: llguidance counts the ways to go on
+only behind a token."""
 _ENDED = "no text goes on from here and has the form"
+_MANY = (
+    "it may go on in too many ways at once: give objects fewer optional properties, and rules "
+    "fewer alternatives that begin alike"
+)
+_TOLD = {
+    "NoExtension": _ENDED,
+    "Parser Error: Current row": _MANY,
+    "parser error: Too many items": _MANY,
+    "lexer error: too many expressions": "its patterns are too large: shorten them, or the "
+    "repetitions in them",
+}
 _ALL = -1
 """32 bits, all set."""
 
@@ -85,7 +99,7 @@ class Constraint:
         """What to say where `bits` leaves none of the model's tokens."""
         if self._matcher.is_error():
             said = " ".join(self._matcher.get_error().partition("<state>")[0].split())
-            return _ENDED if said.startswith("NoExtension") else said
+            return next((told for start, told in _TOLD.items() if said.startswith(start)), said)
         return "the model has no token for what must come"
 
 
@@ -200,17 +214,19 @@ class Constrainer:
         Raises:
             GenerationError: as `answer`.
         """
-        return self._begun("start: @answer", form)
+        return self._begun("whole: @answer", form)
 
     def _begun(self, rules: str, form: AnswerForm) -> Constraint:
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
-        first = {"lark_grammar": f"{_ONE_STEP}\n{rules}"}
+        first = {"lark_grammar": f"{_ONE_STEP}\nstart: {quoted(_MARK)} whole\n{rules}"}
         grammar = json.dumps({"grammars": [first, *form.grammars("answer")]})
         with self._lock:
             matcher = self._kept.get(grammar)
             if matcher is None:
-                matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
+                limits = LLParserLimits(**form.limits)
+                matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+                matcher.try_consume_tokens(self._tokenizer.greedy_tokenize(_MARK))
                 self._kept[grammar] = matcher
             self._kept.move_to_end(grammar)
             while len(self._kept) > _KEPT_GRAMMARS:
@@ -251,4 +267,4 @@ def _answer_rules(renderer: Renderer, writing: GrammarText, thoughts: ThoughtFor
         ways = ["inner SPACE"]
     start = " | ".join(f"{way} @answer" for way in ways)
     trail = f" ({written(renderer.trail)})?" if renderer.trail else ""
-    return "\n".join([f"start: ({start}){trail}", *lines])
+    return "\n".join([f"whole: ({start}){trail}", *lines])

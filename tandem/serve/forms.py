@@ -109,16 +109,27 @@ def constraint_of(
             return None
         form = wish.form.check() if wish.form is not None else None
         constrainer = constrainer_of(renderer)
-        if wish.calls:
-            form = constrainer.calls(tools, wish.function, one=wish.one) or _no_calls(wish)
-        else:
-            assert form is not None
-            form = constrainer.or_calls(form, tools)
+        calls = constrainer.calls(tools, wish.function, one=wish.one)
+        if calls is not None:
+            form = _checked_tools(calls if wish.calls or form is None else form.or_else(calls))
+        elif wish.calls or form is None:
+            _no_calls(wish)
         return constrainer.answer(form, prompt, begun) if is_chat else constrainer.text(form)
     except FormError as error:
         raise ApiError(f"{wish.name} must {error}.", wish.name) from None
     except GenerationError as error:
         raise ApiError(f"{wish.name}: {error}", wish.name) from None
+
+
+def _checked_tools(form: AnswerForm) -> AnswerForm:
+    """A form that holds calls of tools."""
+    try:
+        return form.check()
+    except FormError as error:
+        _, _, found = str(error).partition("; got")
+        raise ApiError(
+            f"tools must have schemas that can be followed; got{found}.", "tools"
+        ) from None
 
 
 def _no_calls(wish: Wish) -> NoReturn:

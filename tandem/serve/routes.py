@@ -106,7 +106,7 @@ class Api:
                 variables=wanted.variables,
                 most=self._service.engine.context_of(loaded),
             )
-            prompts = [await work]
+            prompts = [await unless_gone(request.receive, work)]
             answering = self._answering(loaded, prompts, wanted, "messages", is_chat=True)
             shape = ChatShape(loaded.source.name, loaded.token_bytes, answering)
             return await self._answered(request, answering, shape, stack)
@@ -118,9 +118,14 @@ class Api:
             stack.enter_context(self._service.room(wanted.n * len(texts)))
             loaded = await self._service.policy(wanted.model)
             most, wish = self._service.engine.context_of(loaded), wanted.wish
-            prompts = [
-                await prepare_text(self._service, loaded, text, wish, most=most) for text in texts
-            ]
+
+            async def prepared() -> list[Prepared]:
+                service = self._service
+                return [
+                    await prepare_text(service, loaded, text, wish, most=most) for text in texts
+                ]
+
+            prompts = await unless_gone(request.receive, prepared())
             answering = self._answering(loaded, prompts, wanted, "prompt", is_chat=False)
             shape = CompletionShape(loaded.source.name, loaded.token_bytes, answering)
             return await self._answered(request, answering, shape, stack)

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from tandem.config.answer_form import AnswerForm, FormError
-from tandem.config.form_limits import MOST_GRAMMAR_LETTERS, MOST_LETTERS, MOST_RULE_LETTERS
+from tandem.config.form_limits import (
+    MOST_GRAMMAR_LETTERS,
+    MOST_LETTERS,
+    MOST_OPTIONAL,
+    MOST_RULE_LETTERS,
+)
 
 pytest.importorskip("llguidance")
 
@@ -22,7 +27,9 @@ pytest.importorskip("llguidance")
     ],
 )
 def test_numbers_of_many_remainders_are_refused(schema: dict[str, Any]) -> None:
-    with pytest.raises(FormError, match="in time; got multipleOf with the common multiple"):
+    with pytest.raises(
+        FormError, match="in time; got multipleOf with a common multiple above 10000"
+    ):
         AnswerForm.of_json(schema).check()
     inside = AnswerForm.of_grammar(f'start: "x" y | %json {{"const": 1}}\ny: %json \n'
                                    f"{json.dumps(schema)}")  # fmt: skip
@@ -37,7 +44,7 @@ def test_common_steps_are_followed() -> None:
 
 
 def test_long_forms_are_refused() -> None:
-    with pytest.raises(FormError, match=r"in time; got 16,3\d\d letters beside its texts, which"):
+    with pytest.raises(FormError, match=r"in time; got 8,2\d\d letters beside its texts, which"):
         AnswerForm.of_grammar("start: " + "x? " * (MOST_RULE_LETTERS // 3) + '\nx: "a"')
     with pytest.raises(FormError, match="be a grammar"):  # a quote that does not end
         AnswerForm.of_grammar('start: "' + '\\"' * 60_000 + "\\").check()
@@ -52,3 +59,70 @@ def test_a_schema_may_be_a_boolean() -> None:
     AnswerForm.of_json(True).check()
     with pytest.raises(FormError, match="a JSON Schema that can be followed; got: "):
         AnswerForm.of_json(False).check()
+
+
+def chained(depth: int) -> AnswerForm:
+    """Objects in objects, each by `$ref`."""
+    rules: dict[str, Any] = {
+        f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}}
+        for i in range(depth)
+    }
+    return AnswerForm.of_json({"$defs": {**rules, f"d{depth}": {}}, "$ref": "#/$defs/d0"})
+
+
+def test_a_form_that_ends_the_process_that_reads_it_is_refused() -> None:
+    """llguidance runs out of stack at some thousand."""
+    chained(60).check()
+    for depth in (3000, 12_000):
+        with pytest.raises(FormError, match="be followed; got: one that is nested too deep, or"):
+            chained(depth).check()
+
+
+def test_a_form_that_takes_long_to_read_is_refused() -> None:
+    """Each pattern is compared with every other: minutes for thousands."""
+    ends = [f"{i:03}" for i in range(1000)]
+    many = {f"^{end}[a-z]*{end}$": {"type": "string"} for end in ends}
+    with pytest.raises(FormError, match="got: one that takes more than 2 s to read"):
+        AnswerForm.of_json({"type": "object", "patternProperties": many}).check()
+    few = dict(list(many.items())[:20])
+    AnswerForm.of_json({"type": "object", "patternProperties": few}).check()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        '{"multipleOf": 1e999}',
+        f'{{"allOf": [{{"multipleOf": {"9" * 3000}}}, {{"multipleOf": {"7" * 3000}}}]}}',
+        '{"type": "object", "required": "%s"}' % ("é" * 120),
+    ],
+    ids=["infinite", "long", "a panic of the library's"],
+)
+def test_what_the_library_or_python_cannot_read_is_refused_in_one_line(schema: str) -> None:
+    with pytest.raises(FormError, match="be a JSON Schema that can be followed") as caught:
+        AnswerForm.of_json(json.loads(schema)).check()
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_boolean_multiple_is_the_librarys_to_refuse() -> None:
+    with pytest.raises(FormError, match="a JSON Schema that can be followed; got: "):
+        AnswerForm.of_json({"type": "integer", "multipleOf": True}).check()
+
+
+def optional(number: int, **more: Any) -> dict[str, Any]:
+    properties = {f"p{i}": {"type": "string"} for i in range(number)}
+    return {"type": "object", "properties": properties, "required": ["p0", "p0", "other"], **more}
+
+
+def test_an_object_with_many_optional_properties_is_refused_with_what_to_do() -> None:
+    most = MOST_OPTIONAL + 1
+    AnswerForm.of_json(optional(most)).check()
+    AnswerForm.of_json(optional(2000, required=[f"p{i}" for i in range(2000)])).check()
+    said = (
+        "got an object with 201 optional properties, which may be at most 200: name more of them "
+        "in `required`, or group them in objects"
+    )
+    with pytest.raises(FormError, match=said):
+        AnswerForm.of_json({"type": "array", "items": optional(most + 1)}).check()
+    with pytest.raises(FormError, match=said):
+        AnswerForm.of_grammar(f"start: %json {json.dumps(optional(most + 1))}").check()

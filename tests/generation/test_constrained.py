@@ -457,3 +457,21 @@ def test_beside_tools_a_rollouts_answer_is_of_the_form_or_a_call() -> None:
     assert said <= {"yes!", "no!"}
     assert said
     assert any(turn.turn.tool_calls for turn in turns)
+
+
+def test_rules_that_can_be_followed_in_many_ways_at_once_are_refused() -> None:
+    """A step's time is of the third power of their number, which is counted from the first on."""
+    constrainer = Constrainer(renderer_of())
+
+    def rules(number: int) -> AnswerForm:
+        ways = "|".join(f"r{i}" for i in range(number))
+        lines = [f'r{i}: s s | "a"' for i in range(number)]
+        return AnswerForm.of_grammar("\n".join([f"start: s\ns: {ways}", *lines])).check()
+
+    assert constrainer.text(rules(20)).bits() is not None
+    with pytest.raises(GenerationError, match="got: it may go on in too many ways at once: give"):
+        constrainer.text(rules(400))
+    with pytest.raises(GenerationError, match="got: its patterns are too large: shorten them, or"):
+        constrainer.text(AnswerForm.of_regex("[a-z]{0,1000}" * 50).check())
+    choice = AnswerForm.of_choice([f"the {i}th" for i in range(1000)]).check()
+    assert constrainer.text(choice).bits() is not None

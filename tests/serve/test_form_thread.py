@@ -1,0 +1,133 @@
+"""Forms are made in a thread of their own: others go on, and errors are of one request alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.serve import preparing
+from tandem.serve.forms import Wish
+from tests.serve.serving import Running, ask
+from tests.serve.test_connections import until
+
+pytest.importorskip("llguidance")
+
+HELD = "[0-9]{2,4}"
+
+
+@pytest.fixture(scope="module")
+def server(served_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    votes = tmp_path_factory.mktemp("votes") / "votes.jsonl"
+    running = Running(served_run, slots=4, votes=str(votes))
+    assert body(running, regex="a") == "a"  # all is loaded
+    yield running
+    running.close()
+
+
+def read(server: Running, **more: Any) -> tuple[int, dict[str, Any]]:
+    """The status and the body of an answer."""
+    with closing(server.send(ask(max_tokens=30, **more))) as connection:
+        raw = b"".join(iter(lambda: connection.recv(4000), b"")).decode()
+    head, _, content = raw.partition("\r\n\r\n")
+    return int(head.split()[1]), json.loads(content)
+
+
+def body(server: Running, **more: Any) -> str:
+    status, found = read(server, **more)
+    assert status == 200, found
+    text: str = found["choices"][0]["message"]["content"]
+    return text
+
+
+class Held:
+    """Holds whatever makes the form `HELD` until it is let go.
+
+    Attributes:
+        begun: forms that were begun, in order.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[str] = []
+        self.go = threading.Event()
+        real = preparing.constraint_of
+
+        def holding(renderer: Any, wish: Wish, *args: Any, **how: Any) -> Any:
+            assert threading.current_thread().name.startswith("tandem-forms")
+            assert wish.form is not None
+            self.begun.append(wish.form.text)
+            if wish.form.text == HELD:
+                assert self.go.wait(60)
+            if wish.form.text == "broken":
+                raise MemoryError
+            return real(renderer, wish, *args, **how)
+
+        monkeypatch.setattr(preparing, "constraint_of", holding)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    held = Held(monkeypatch)
+    yield held
+    held.go.set()
+
+
+def test_others_go_on_while_a_form_is_made(server: Running, held: Held) -> None:
+    with closing(server.send(ask(regex=HELD, max_tokens=30))) as waiting:
+        until(lambda: bool(held.begun))
+        with closing(server.send(ask(stream=True, max_tokens=20, ignore_eos=True))) as stream:
+            told = b"".join(iter(lambda: stream.recv(4000), b""))
+        assert b"data: [DONE]" in told
+        assert told.count(b'"content"') > 5
+        assert not held.go.is_set()
+        held.go.set()
+        answer = b"".join(iter(lambda: waiting.recv(4000), b"")).decode()
+    found = json.loads(answer.partition("\r\n\r\n")[2])
+    assert re.fullmatch(HELD, found["choices"][0]["message"]["content"])
+    until(server.is_free)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_while_a_form_is_made_is_of_its_own_request(
+    server: Running, held: Held, stream: bool
+) -> None:
+    held.go.set()
+    status, found = read(server, regex="broken", stream=stream)
+    assert status == 500
+    assert "\n" not in found["error"]["message"]
+    status, found = read(server, regex="(", stream=stream)
+    assert status == 400
+    assert "regular expression" in found["error"]["message"]
+    assert body(server, regex="ab") == "ab"
+    until(server.is_free)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_client_that_leaves_while_its_form_is_made_leaves_nothing(
+    server: Running, held: Held, path: str
+) -> None:
+    """One that waits for its turn is not begun at all."""
+
+    def sent(regex: str) -> Any:
+        request = ask(regex=regex, n=2)
+        return server.send({**request, "prompt": "One"} if "chat" not in path else request, path)
+
+    first = sent(HELD)
+    until(lambda: held.begun == [HELD])
+    second = sent("queued")
+    until(lambda: server.service.outstanding == 4)
+    second.close()
+    until(lambda: server.service.outstanding == 2)
+    first.close()
+    until(lambda: server.service.outstanding == 0)
+    assert server.service.engine.num_running == 0
+    held.go.set()
+    assert body(server, regex="ab") == "ab"
+    assert held.begun == [HELD, "ab"]
+    until(server.is_free)
