@@ -147,6 +147,7 @@ class Conversations:
         samples: int = 1,
         top_logprobs: int = -1,
         constraint: Constraint | None = None,
+        tools: str = "",
     ) -> list[Handle]:
         """As `submit`, for several answers to one prompt, which is run once for all of them.
 
@@ -154,7 +155,7 @@ class Conversations:
             top_logprobs: keep each token's log-prob and those of so many of the likeliest in its
                 place; -1: keep none.
             constraint: the form that each answer must have; None: that of `sampling`, if it has
-                one.
+                one, or calls of `tools`, as JSON text.
         Raises:
             GenerationError: as `submit`.
         """
@@ -162,7 +163,7 @@ class Conversations:
         self._forget_if_changed()
         limit = answer_room(self._model, prompt_ids, sampling, self._max_tokens)
         sampler = self._sampler_of(sampling)
-        constraint = constraint or constraint_of(self._stops, sampling, prompt_ids)
+        constraint = constraint or constraint_of(self._stops, sampling, prompt_ids, tools)
         requests = [
             Request(
                 0,
@@ -317,10 +318,12 @@ class Turns:
         return PrefixCounts() if self._talk is None else self._talk.prefix_counts
 
     def stream(
-        self, prompt_ids: Sequence[int], sampling: SamplingConfig, *, seed: int
+        self, prompt_ids: Sequence[int], sampling: SamplingConfig, *, seed: int, tools: str = ""
     ) -> Iterator[int]:
         """As `stream`; the memory is kept for the next prompt.
 
+        Args:
+            tools: that the prompt lists, as JSON text: calls of them may stand for a form.
         Raises:
             GenerationError, NumericsError: as `stream`.
         """
@@ -328,7 +331,7 @@ class Turns:
         budget = answer_room(self._model, prompt_ids, sampling, positions)
         talk = self._with_room(len(prompt_ids) + budget, positions)
         limited = replace(sampling, max_new_tokens=budget)
-        yield from _streamed(talk, prompt_ids, limited, seed)
+        yield from _streamed(talk, prompt_ids, limited, seed, tools)
 
     def close(self) -> None:
         """Free the memory."""
@@ -374,10 +377,14 @@ def stream(
 
 
 def _streamed(
-    talk: Conversations, prompt_ids: Sequence[int], sampling: SamplingConfig, seed: int
+    talk: Conversations,
+    prompt_ids: Sequence[int],
+    sampling: SamplingConfig,
+    seed: int,
+    tools: str = "",
 ) -> Iterator[int]:
     """One answer's tokens; closing the iterator ends the answer."""
-    handle = talk.submit(prompt_ids, sampling, seed=seed)
+    (handle,) = talk.submit_samples(prompt_ids, sampling, seed=seed, tools=tools)
     try:
         while not handle.ended:
             for _, token_ids in talk.step():

@@ -36,7 +36,7 @@ from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.rewards.environment import Environment, Said
 from tandem.rewards.tool_schema import offered_tools
 from tandem.serve.greedy import as_drawn
-from tandem.serve.named_model import find_model, models_of, note_on_tools, notes_of
+from tandem.serve.named_model import check_form, find_model, models_of, notes_of, notes_on_flags
 from tandem.serve.place import Place, put, read_from
 from tandem.text import is_unicode, visible, visible_lines
 from tandem.types import Message
@@ -97,7 +97,8 @@ class Conversation:
         drawn, self._problem = 0, ""
         try:
             seed, sampling = self.seed + self.num_answers, as_drawn(self.sampling)
-            for token in self._memory.stream(prompt.token_ids, sampling, seed=seed):
+            stream = self._memory.stream
+            for token in stream(prompt.token_ids, sampling, seed=seed, tools=self.schemas):
                 drawn += 1
                 if piece := said.push(token):
                     yield piece
@@ -196,6 +197,7 @@ def chat(
         put_template(tokenizer, read_template(run.dataset.own_template))
     model = _loaded(source, Place.of(device, dtype, weights), trust_remote_code)
     renderer = Renderer(tokenizer, load_stop_ids(source))
+    check_form(sampling, renderer)
     if problem := _unusable(system):
         raise ModelError(f"--system must be UTF-8 text without NUL; got {problem}.")
     if schemas and (renderer.call_reader is None or renderer.hides_tools([Message("user", "Hi")])):
@@ -210,7 +212,7 @@ def chat(
     choice = f" (other models: --model {listed([*others, 'base'])})" if others else ""
     write(f"talking to {visible(source)}{choice}. /help lists the commands, /quit quits.\n")
     notes = [*([] if which else notes_of(path)), _note_on_turns(talk), _note_on_length(talk)]
-    notes.append("" if tools or which == "base" else note_on_tools(path))
+    notes += [] if which == "base" else notes_on_flags(path, tools, sampling)
     for note in notes:
         write(note)
     while True:

@@ -8,6 +8,7 @@ from tandem.config.load import check_ranges
 from tandem.config.pages import Parser, home_path
 from tandem.config.spellings import listed
 from tandem.config.stages import latest_first
+from tandem.errors import ConfigError
 from tandem.serve.command import check_place, place_flags
 
 
@@ -39,9 +40,17 @@ def chat_command(args: Sequence[str]) -> int:
     parser.flag("--temperature X", "Logits are divided by this; 0: the likeliest token.", 0.7)
     parser.flag("--top-p X", nucleus, 0.95)
     parser.flag("--max-new-tokens N", "Longest answer, in tokens.", 256)
+    parser.flag(
+        "--json-schema S", "Answers are JSON of it: a file, or the schema.", "", shown="any"
+    )
+    parser.flag("--regex PATTERN", "Answers are what it describes.", "", shown="any")
     parser.flag("--seed N", "Seed of the sampled tokens.", 0)
     options = parser.parse_args(args)
     check_place(options)
+    if options.json_schema and options.regex:
+        raise ConfigError(
+            f"--regex must go without --json-schema; got {options.regex!r}. Remove one."
+        )
     from tandem.config.schema import SamplingConfig
     from tandem.serve.chat import chat
     from tandem.serve.greedy import as_drawn
@@ -50,6 +59,8 @@ def chat_command(args: Sequence[str]) -> int:
         temperature=options.temperature,
         top_p=options.top_p,
         max_new_tokens=options.max_new_tokens,
+        json_schema=options.json_schema,
+        regex=options.regex,
     )
     check_ranges(as_drawn(sampling) if options.temperature == 0 else sampling)
     return chat(

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from tandem.config.load import load_config
 from tandem.config.recorded import base_gone, found_model, is_gone
-from tandem.config.schema import rl_section
+from tandem.config.schema import SamplingConfig, rl_section
 from tandem.config.spellings import listed
 from tandem.config.stages import latest_first, policy_folders
-from tandem.errors import ModelError
+from tandem.data.render import Renderer
+from tandem.errors import ConfigError, ModelError
+from tandem.generation.request_maker import form_problems
 from tandem.serve.sources import unfinished_stages
 from tandem.text import visible
+
+_LONGEST_SHOWN = 200
+"""Of a form, in letters."""
 
 
 def find_model(path: str, which: str) -> str:
@@ -77,6 +83,11 @@ def notes_of(path: str) -> list[str]:
     ]
 
 
+def notes_on_flags(path: str, tools: Sequence[str], sampling: SamplingConfig) -> list[str]:
+    """Lines on what a run's policy was trained with and the chat was not asked for."""
+    return ["" if tools else note_on_tools(path), note_on_form(path, sampling)]
+
+
 def note_on_tools(path: str) -> str:
     """A line if a run's policy may call tools, and the chat offers none; "" otherwise."""
     run = Path(path)
@@ -84,6 +95,31 @@ def note_on_tools(path: str) -> str:
     if not tools:
         return ""
     return f"note: its policy may call tools; to make its calls: --tools {shlex.join(tools)}\n"
+
+
+def note_on_form(path: str, sampling: SamplingConfig) -> str:
+    """A line if a run's answers had a form, and the chat asks for none; "" otherwise."""
+    if sampling.json_schema or sampling.regex or not _is_run(run := Path(path)):
+        return ""
+    asked = load_config(run / "config.yaml").sampling
+    schema, pattern = asked.json_schema, asked.regex
+    if not schema and not pattern:
+        return ""
+    flag, value = ("--json-schema", schema) if schema else ("--regex", pattern)
+    shown = visible(shlex.quote(value))
+    if len(shown) > _LONGEST_SHOWN:
+        shown = f"{'SCHEMA' if schema else 'PATTERN'}, as in {visible(path)}/config.yaml"
+    return f"note: its answers had a form in training; to ask for it: {flag} {shown}\n"
+
+
+def check_form(sampling: SamplingConfig, renderer: Renderer) -> None:
+    """
+    Raises:
+        ConfigError: answers in this conversation format cannot have the form that is asked of them.
+    """
+    for problem in form_problems(sampling, renderer):
+        flags = problem.replace("sampling.json_schema", "--json-schema")
+        raise ConfigError(f"{flags.replace('sampling.regex', '--regex')}.")
 
 
 def models_of(path: str) -> dict[str, str]:

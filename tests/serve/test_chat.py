@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +14,14 @@ import pytest
 import torch
 
 from tandem.checkpoint.folder import write_folder
+from tandem.cli import main
 from tandem.config.load import build_config, dump_config
 from tandem.config.schema import SamplingConfig
 from tandem.errors import CheckpointError, ConfigError, ModelError
 from tandem.models.load import load_tokenizer
 from tandem.rewards.environment import Environment
 from tandem.serve.chat import Conversation, chat
-from tandem.serve.named_model import find_model, note_on_tools
+from tandem.serve.named_model import find_model, note_on_form, note_on_tools
 from tests.tiny import CALL, save_calling_model, save_tiny_model
 from tests.training import tool_functions
 
@@ -342,6 +344,46 @@ def test_a_run_whose_policy_calls_tools_names_them(tmp_path: Path) -> None:
         "note: its policy may call tools; to make its calls: --tools calc.py:add\n"
     )
     assert note_on_tools(str(tmp_path / "no run")) == ""
+
+
+@pytest.mark.parametrize(
+    ("sampling", "said"),
+    [
+        ({"regex": "(yes|no), .*"}, "--regex '(yes|no), .*'"),
+        ({"json_schema": "person.json"}, "--json-schema person.json"),
+        ({"regex": "a" * 300}, "--regex PATTERN, as in {run}/config.yaml"),
+        ({}, ""),
+    ],
+)
+def test_a_run_whose_answers_had_a_form_names_it(
+    tmp_path: Path, sampling: dict[str, str], said: str
+) -> None:
+    knobs = {"stages": ["grpo"], "sampling": sampling}
+    (tmp_path / "config.yaml").write_text(dump_config(build_config(knobs)))
+    start = "note: its answers had a form in training; to ask for it: "
+    expected = f"{start}{said.format(run=tmp_path)}\n" if said else ""
+    assert note_on_form(str(tmp_path), SamplingConfig()) == expected
+    assert note_on_form(str(tmp_path), SamplingConfig(regex="b")) == ""
+
+
+def test_answers_have_the_form_that_is_asked_for(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nagain\n"))
+    assert main(["chat", model, "--regex", "(ab|cd){2}", "--device", "cpu"]) == 0
+    answers = re.findall("assistant> (.*)", capsys.readouterr().out)
+    assert len(answers) == 2
+    assert all(re.fullmatch("(ab|cd){2}", answer) for answer in answers)
+    for flags, part in (
+        (["--regex", "("], "--regex must be a regular expression that can be followed; got"),
+        (["--json-schema", "nowhere.json"], "--json-schema must be a JSON Schema, or a file of"),
+        (["--json-schema", "{}", "--regex", "a"], "--regex must go without --json-schema; got 'a'"),
+    ):
+        assert main(["chat", model, *flags, "--device", "cpu"]) != 0
+        said = capsys.readouterr().err
+        assert part in said
+        assert said.count("\n") == 1
 
 
 def test_piped_lines_are_shown_before_their_answers(
