@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
-from math import lcm
+from math import lcm, prod
 from typing import Any
+from urllib.parse import unquote
 
 MOST_LETTERS = 1 << 20
 """Of a form."""
@@ -22,12 +23,19 @@ _LARGEST_MULTIPLE = 10_000
 MOST_OPTIONAL = 200
 """Properties of an object that may be left out: at each of them an answer may go on in as many
 ways."""
+MOST_WAYS = 256
+"""Objects and lists that a schema offers in place of others: the time of a step is of the third
+power of those that begin alike."""
+MOST_RULES = 1000
+"""Rules of a request's grammar and their alternatives, for the same reason."""
+_CHOOSING = {"anyOf", "oneOf", "allOf"}
+_PLAIN = {"string", "number", "integer", "boolean", "null"}
 _TEXTS = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 """Its last quote may be missing, so that no place is tried twice."""
 
 
 def parser_limits(*, has_rules: bool) -> dict[str, Any]:
-    """llguidance's by name, in which a step's tokens are found within about a second at worst.
+    """llguidance's by name, in which a step's tokens are found within about half a second.
 
     Args:
         has_rules: it is a request's grammar, whose rules may be followed in many ways at once: the
@@ -47,9 +55,12 @@ def too_long(grammar: str) -> str:
     if len(grammar) > MOST_GRAMMAR_LETTERS:
         return f"{len(grammar):,} letters, which may be at most {MOST_GRAMMAR_LETTERS:,}"
     rules = _TEXTS.sub("", grammar)
-    if len(rules) <= MOST_RULE_LETTERS:
-        return ""
-    return f"{len(rules):,} letters beside its texts, which may be at most {MOST_RULE_LETTERS:,}"
+    if len(rules) > MOST_RULE_LETTERS:
+        most = f"{MOST_RULE_LETTERS:,}"
+        return f"{len(rules):,} letters beside its texts, which may be at most {most}"
+    if (number := rules.count("|") + rules.count(":")) > MOST_RULES:
+        return f"{number:,} rules and alternatives, which may be at most {MOST_RULES:,}"
+    return ""
 
 
 def too_costly(kind: str, text: str) -> str:
@@ -66,7 +77,63 @@ def too_costly(kind: str, text: str) -> str:
             f"an object with {optional:,} optional properties, which may be at most "
             f"{MOST_OPTIONAL}: name more of them in `required`, or group them in objects"
         )
+    try:
+        ways = sum(map(_spare_ways, schemas))
+    except RecursionError:
+        return "one that is nested too deep"
+    if ways > MOST_WAYS:
+        return (
+            f"{ways:,} objects and lists beside others of their anyOf or oneOf (of each allOf, the "
+            f"product), which may be at most {MOST_WAYS}"
+        )
     return ""
+
+
+def _spare_ways(schema: Any) -> int:
+    """Objects and lists that stand beside others in anyOf and oneOf, anywhere in a schema."""
+    found = dict[int, int]()  # the ways of each part, by its identity
+
+    def ways(part: Any) -> int:
+        """In how many ways, which begin alike, values of a part may be read."""
+        if not isinstance(part, Mapping):
+            return 1
+        if id(part) in found:
+            return found[id(part)]
+        found[id(part)] = 1  # of one that refers to itself
+        lists = [part[key] for key in ("anyOf", "oneOf") if isinstance(part.get(key), list)]
+        each = [sum(ways(one) for one in options if not _is_plain(one)) for options in lists]
+        parts = part["allOf"] if isinstance(part.get("allOf"), list) else []
+        each += [ways(one) for one in (*parts, _referred(schema, part.get("$ref")))]
+        found[id(part)] = min(prod(max(1, one) for one in each), 2 * MOST_WAYS)
+        return found[id(part)]
+
+    return sum(ways(part) - 1 for part in _mappings(schema) if part.keys() & _CHOOSING)
+
+
+def _is_plain(schema: Any) -> bool:
+    """Whether values of a schema are surely no objects or lists."""
+    if not isinstance(schema, Mapping):
+        return False
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        return not any(isinstance(value, dict | list) for value in values)
+    kinds = schema.get("type")
+    named = [kinds] if isinstance(kinds, str) else kinds
+    return isinstance(named, list) and all(kind in _PLAIN for kind in named if kind is not None)
+
+
+def _referred(schema: Any, reference: Any) -> Any:
+    """The part that a reference within the schema means; None for others."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    part = schema
+    for key in filter(None, reference[1:].split("/")):
+        name = unquote(key).replace("~1", "/").replace("~0", "~")
+        if isinstance(part, list) and name.isdecimal() and int(name) < len(part):
+            part = part[int(name)]
+        else:
+            part = part.get(name) if isinstance(part, Mapping) else None
+    return part
 
 
 def _most_optional(schema: Any) -> int:

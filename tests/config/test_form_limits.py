@@ -126,3 +126,34 @@ def test_an_object_with_many_optional_properties_is_refused_with_what_to_do() ->
         AnswerForm.of_json({"type": "array", "items": optional(most + 1)}).check()
     with pytest.raises(FormError, match=said):
         AnswerForm.of_grammar(f"start: %json {json.dumps(optional(most + 1))}").check()
+
+
+def lists_of_themselves(number: int) -> list[dict[str, Any]]:
+    return [{"type": "array", "items": {"$ref": "#"}, "minItems": i} for i in range(number)]
+
+
+def test_many_ways_that_begin_alike_are_refused() -> None:
+    """A step takes seconds at some five hundred, and hours at ten thousand."""
+    said = "objects and lists beside others of their anyOf or oneOf"
+    lists = lists_of_themselves
+    for schema in (
+        {"anyOf": lists(258)},
+        {"properties": {"a": {"oneOf": lists(150)}, "b": {"anyOf": lists(109)}}},
+        {"allOf": [{"anyOf": lists(17)}, {"anyOf": lists(17)}]},
+        {"anyOf": lists(17), "oneOf": lists(17)},
+        {"$defs": {"a/b": {"anyOf": lists(17)}}, "anyOf": lists(17), "$ref": "#/$defs/a~1b"},
+        {"anyOf": [{"anyOf": lists(20)} for _ in range(20)]},
+        {"anyOf": lists(17), "allOf": [{"$ref": "#/items/0"}], "items": [{"anyOf": lists(17)}]},
+    ):
+        with pytest.raises(FormError, match=said):
+            AnswerForm.of_json(schema).check()
+    AnswerForm.of_json({"anyOf": lists(256)}).check()
+    chain: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(20_000)}
+    with pytest.raises(FormError, match="got one that is nested too deep"):
+        AnswerForm.of_json({"$defs": {**chain, "d20000": {}}, "allOf": [chain["d0"]]}).check()
+    nullable: dict[str, Any] = {"anyOf": [{"$ref": "#"}, {"type": "null"}, {"enum": [1, "a"]}]}
+    properties = {f"p{i}": nullable for i in range(1000)}
+    required = list(properties)
+    AnswerForm.of_json({"type": "object", "properties": properties, "required": required}).check()
+    with pytest.raises(FormError, match="got 1,001 rules and alternatives, which may be at most"):
+        AnswerForm.of_grammar("start: " + "|".join(["a"] * 1000) + '\na: "b"')
