@@ -147,7 +147,7 @@ def _card(
             f"matter most:\n\n{_knobs(run.config, stage, facts)}"
         ),
         f"## Figures\n\n{_figures(facts, whose, stage)}",
-        f"## Loading\n\n{_loading(role, is_adapter=bool(adapter_of))}",
+        f"## Loading\n\n{_loading(role, place, is_adapter=bool(adapter_of))}",
         f"## Intended use\n\n{_USE[role]}",
         f"## Made by\n\n```\n{visible(run.command)}\n```",
     ]
@@ -287,19 +287,35 @@ def _figures(facts: Mapping[str, float], whose: str, stage: Stage) -> str:
                       "| figure | value |\n| --- | --- |", *rows])  # fmt: skip
 
 
-def _loading(role: str, *, is_adapter: bool) -> str:
+_WITHOUT_PAD = """
+
+There is no pad token but the end token, which is scored, so transformers takes one row at a time.
+For batches add a pad token:
+
+```
+tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+model.resize_token_embeddings(len(tokenizer))
+model.config.pad_token_id = tokenizer.pad_token_id
+```"""
+
+
+def _loading(role: str, place: Path, *, is_adapter: bool) -> str:
     scores = role in ("critic", "reward model")
     kind = "SequenceClassification" if scores else "CausalLM"
     how = f"`{'AutoPeftModel' if is_adapter else 'AutoModel'}For{kind}.from_pretrained(FOLDER"
     how += f"{', num_labels=1' if scores and is_adapter else ''})`"
     how += f" of {'PEFT' if is_adapter else 'transformers'}. Conversations become text by the "
     how += "tokenizer's `apply_chat_template`, as in training."
-    if role == "reward model" and not is_adapter:
-        how += (
-            " Where `config.json` has `score_mean` and `score_std`, Tandem takes "
-            "(logit - score_mean) / score_std as the score. Where it has `grade_scales`, mean + sd "
-            "* logit is a grade of that data set."
-        )
+    if not scores or is_adapter:
+        return how
+    how += (
+        " Where `config.json` has `score_mean` and `score_std`, Tandem takes "
+        f"(logit - score_mean) / score_std as the {'score' if role == 'reward model' else 'value'}."
+    )
+    if role == "reward model":
+        how += " Where it has `grade_scales`, mean + sd * logit is a grade of that data set."
+    if json.loads((place / "config.json").read_text("utf-8")).get("pad_token_id") is None:
+        how += _WITHOUT_PAD
     return how
 
 

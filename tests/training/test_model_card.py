@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -223,3 +224,36 @@ def test_a_run_with_a_module_says_that_it_needs_it(
     text = card(run.path / "ppo/actor")
     assert "rewarded by the torch module Length" in text
     assert "reward_model=...)  # in Python, a Length" in text
+
+
+def test_a_reward_model_whose_pad_is_its_end_says_how_to_score_batches(
+    lora_run: RunConfig, tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    """The card's lines, run: rows of a batch score as alone, their end token included."""
+    assert "pad token" not in card(Path(lora_run.output_dir) / "reward")
+    shutil.copytree(tiny_model, tmp_path / "model")
+    named = tmp_path / "model/tokenizer_config.json"
+    words = json.loads(named.read_text("utf-8"))
+    named.write_text(json.dumps({**words, "pad_token": words["eos_token"]}), "utf-8")
+    ran(
+        tiny_config(
+            tmp_path / "run",
+            str(tmp_path / "model"),
+            preferences,
+            stages=("reward",),
+            reward__max_steps=1,
+        )
+    )
+    folder = tmp_path / "run/reward"
+    found = re.search(r"For batches add a pad token:\n\n```\n(.*?)```", card(folder), re.DOTALL)
+    assert found is not None
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right")
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    rows = [f"{text}{tokenizer.eos_token}" for text in ("Hi", "A longer answer than that.")]
+    with torch.no_grad():
+        alone = [model(**tokenizer(row, return_tensors="pt")).logits for row in rows]
+        with pytest.raises(ValueError, match="padding token"):
+            model(**tokenizer(rows, return_tensors="pt", padding=True))
+        exec(found[1], {"tokenizer": tokenizer, "model": model})
+        batch = model(**tokenizer(rows, return_tensors="pt", padding=True)).logits
+    torch.testing.assert_close(batch, torch.cat(alone), atol=1e-4, rtol=1e-4)
