@@ -12,6 +12,7 @@ from tandem.config.parallel import ParallelConfig, Recompute
 from tandem.config.schema import RunConfig, SamplingConfig, rl_section
 from tandem.config.scoring import WeightedModel, weighted_models
 from tandem.config.stages import in_order, rl_stage
+from tandem.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,20 @@ class EngineSettings:
         """Whether a model of that role is loaded with those adapters: not one of which all weights
         are trained."""
         return self.carries_adapters and (not trained or self.lora.of(role).rank > 0)
+
+
+def require_settings(settings: EngineSettings) -> EngineSettings:
+    """The settings, as they are.
+
+    Raises:
+        ConfigError: they are something else, such as a run's configuration.
+    """
+    if not isinstance(settings, EngineSettings):
+        raise ConfigError(
+            f"RLHFEngine must get EngineSettings; got {type(settings).__name__}. Call "
+            "make_engine(config, actor), or pass engine_settings(config)."
+        )
+    return settings
 
 
 def engine_settings(config: RunConfig) -> EngineSettings:

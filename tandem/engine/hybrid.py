@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tandem.config.engine import EngineSettings
+from tandem.config.engine import EngineSettings, require_settings
 from tandem.data.own_template import put_template, read_template
 from tandem.data.render import Renderer
 from tandem.data.trained_tokens import tokens_to_train
@@ -116,7 +116,7 @@ class RLHFEngine:
         reward_model = str(reward_model) if isinstance(reward_model, Path) else reward_model
         critic = str(critic) if isinstance(critic, Path) else critic
         reference = str(reference) if isinstance(reference, Path) else reference
-        self.settings = settings
+        self.settings = require_settings(settings)
         self.world = world or launched(settings.parallel, resolve_device(settings.device))
         self.device = self.world.device
         placement = Placement(settings, self.world)
