@@ -84,7 +84,7 @@ def test_others_go_on_while_a_form_is_made(server: Running, held: Held) -> None:
         with closing(server.send(ask(stream=True, max_tokens=20, ignore_eos=True))) as stream:
             told = b"".join(iter(lambda: stream.recv(4000), b""))
         assert b"data: [DONE]" in told
-        assert told.count(b'"content"') > 5
+        assert b'"finish_reason":"length"' in told
         assert not held.go.is_set()
         held.go.set()
         answer = b"".join(iter(lambda: waiting.recv(4000), b"")).decode()
