@@ -36,6 +36,9 @@ TOOLS = [
     {"type": "function", "function": {"name": "now"}},
 ]  # fmt: skip
 
+ELSEWHERE = [{"type": "function", "function": {"name": "f", "parameters": {
+    "type": "object", "properties": {"a": {"$ref": "http://other/schema"}}}}}]  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def calling(served_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
@@ -218,6 +221,11 @@ def test_beside_tools_an_answer_is_of_the_form_or_a_call(calling: TestClient) ->
          "tool_choice.function", 'be {"name": ...}'),
         ({"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": TOOLS},
          "tool_choice", "name one of the tools, add, now"),
+        ({"tool_choice": "required", "tools": ELSEWHERE}, "tools",
+         "tools must have schemas that can be followed; got: "),
+        ({"guided_choice": ["a"], "tools": ELSEWHERE}, "tools", "tools must have schemas that can"),
+        ({"guided_json": {"properties": dict.fromkeys(map(str, range(201)), {})}}, "guided_json",
+         "201 optional properties, which may be at most 200: name more of them in `required`"),
         ({"parallel_tool_calls": False, "tools": TOOLS}, "parallel_tool_calls", "not supported"),
     ],
     ids=str,
