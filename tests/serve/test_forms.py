@@ -224,7 +224,7 @@ def test_beside_tools_an_answer_is_of_the_form_or_a_call(calling: TestClient) ->
         ({"tool_choice": "required", "tools": ELSEWHERE}, "tools",
          "tools must have schemas that can be followed; got: "),
         ({"guided_choice": ["a"], "tools": ELSEWHERE}, "tools", "tools must have schemas that can"),
-        ({"guided_json": {"properties": dict.fromkeys(map(str, range(201)), {})}}, "guided_json",
+        ({"guided_json": {"properties": dict.fromkeys(map(str, range(201)), True)}}, "guided_json",
          "201 optional properties, which may be at most 200: name more of them in `required`"),
         ({"parallel_tool_calls": False, "tools": TOOLS}, "parallel_tool_calls", "not supported"),
     ],
