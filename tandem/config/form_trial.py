@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 _CPU_SECONDS = 2
@@ -26,6 +27,7 @@ _LIMITS = {
     resource.RLIMIT_CPU: _CPU_SECONDS,
 }
 _KEPT = 64
+_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 def tried(grammars: str, limits: Mapping[str, Any]) -> str:
@@ -42,7 +44,7 @@ def _tried(grammars: str, limits: str) -> str:
     from llguidance import _lib
 
     code = (
-        f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import try_form; "
+        f"import sys; sys.path.append({_ROOT!r}); from {__name__} import try_form; "
         f"try_form({_lib.__file__!r}, {limits!r})"
     )
     trial = subprocess.run(
@@ -55,7 +57,7 @@ def _tried(grammars: str, limits: str) -> str:
     if trial.returncode == -signal.SIGXCPU:
         return f"one that takes more than {_CPU_SECONDS} s to read"
     if trial.returncode:
-        return "one that is nested too deep, or too large to read"
+        return "one that is nested too deep or too large, or a keyword's value of a wrong kind"
     return trial.stdout.decode()
 
 

@@ -74,7 +74,7 @@ def test_a_form_that_ends_the_process_that_reads_it_is_refused() -> None:
     """llguidance runs out of stack at some thousand."""
     chained(60).check()
     for depth in (3000, 12_000):
-        with pytest.raises(FormError, match="be followed; got: one that is nested too deep, or"):
+        with pytest.raises(FormError, match="be followed; got: one that is nested too deep or"):
             chained(depth).check()
 
 
