@@ -290,7 +290,7 @@ class RunConfig:
     """One run: a model, data, and the stages that make an assistant of them."""
 
     actor_model: str = knob("", common=True, path=True)
-    """Folder or hub name of the pretrained language model."""
+    """Folder or hub name of the pretrained language model; of the hub also NAME@REVISION."""
     reward_model: str = knob("", common=("train", "critic"), path=True)
     """Folder or hub name of the model that the reward stage starts from (for PPO alone: the reward
     model itself). Empty: the run's SFT model."""

@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tandem.errors import ModelError
 from tandem.models.composite import own_name
+from tandem.models.hub_name import with_revision
 from tandem.models.lora import (
     SCALAR_HEAD,
     adaptable,
@@ -160,10 +161,13 @@ def _peft_config(
     layers = lora_layers(model)
     base = Path(base_path).expanduser()
     classifies = scalar_head(model) is not None
+    is_folder = base.is_dir()
+    name, revision = (str(base.resolve()), "") if is_folder else with_revision(str(base_path))
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if classifies else "CAUSAL_LM",
-        "base_model_name_or_path": str(base.resolve()) if base.is_dir() else str(base_path),
+        "base_model_name_or_path": name,
+        "revision": revision or None,
         "r": layers[0][1].rank,
         "lora_alpha": layers[0][1].alpha,
         "lora_dropout": layers[0][1].lora_dropout.p,

@@ -19,9 +19,7 @@ def load_stop_ids(path: str | Path) -> tuple[int, ...]:
     source = locate(path)
     try:
         with quiet():
-            settings = GenerationConfig.from_pretrained(
-                source.name, local_files_only=source.offline
-            )
+            settings = GenerationConfig.from_pretrained(source.repository, **source.options)
     except OSError:
         return ()
     return stop_ids(settings)

@@ -32,7 +32,7 @@ def without_image_tokens(
         if whole_family(source) not in IMAGE_ROWS:
             return tokenizer
         with quiet():
-            config = AutoConfig.from_pretrained(source.name, local_files_only=source.offline)
+            config = AutoConfig.from_pretrained(source.repository, **source.options)
     except (OSError, ValueError):  # a tokenizer alone; a broken config is told by its model
         return tokenizer
     text = text_config(config)

@@ -84,7 +84,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     try:
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(
-                source.name, trust_remote_code=trust_remote_code, local_files_only=source.offline
+                source.repository, trust_remote_code=trust_remote_code, **source.options
             )
     except BaseException as error:  # tokenizer files are of many formats, and so are their errors
         if not isinstance(error, Exception) and not is_panic(error):
@@ -197,14 +197,14 @@ def load_weights(
     try:
         with quiet():
             model, report = kind.from_pretrained(
-                source.name if tensors is None else None,
+                source.repository if tensors is None else None,
                 config=config,
                 dtype=dtype,
                 attn_implementation=attention_for(config),
                 use_safetensors=True,
                 output_loading_info=True,
                 trust_remote_code=trust_remote_code,
-                local_files_only=source.offline,
+                **source.options,
                 **_read_by(tensors, is_named_otherwise),
             )
     except Exception as error:  # a family's own code may raise anything for a wrong value
@@ -225,8 +225,8 @@ def load_weights(
             f"architectures={config.architectures}). Give a causal language model's folder, or "
             "save it again."
         )
+    model.name_or_path = source.name
     if tensors is not None:
-        model.name_or_path = source.name
         take_generation_config(model, source)
     keep_saved_dtype(model, stored)
     keep_layer_numbers(model, names)
@@ -247,7 +247,7 @@ def take_generation_config(model: PreTrainedModel, source: Located) -> None:
     """As from_pretrained does: stop tokens and the like come from a file of their own."""
     with quiet(), suppress(OSError):  # a folder need not have one
         model.generation_config = GenerationConfig.from_pretrained(
-            source.name, local_files_only=source.offline
+            source.repository, **source.options
         )
 
 

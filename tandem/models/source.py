@@ -17,6 +17,7 @@ from tandem.files import folder_near
 from tandem.models.composite import layer_numbers, names_beside_parts, text_config, text_part
 from tandem.models.folder import read_headers, read_object
 from tandem.models.hf_logging import quiet
+from tandem.models.hub_name import base_of, with_revision
 from tandem.models.text_families import has_equal
 from tandem.models.validate_checkpoint import check_folder, check_weights
 from tandem.text import cause_of, counted, is_unicode, one_line, visible
@@ -35,13 +36,24 @@ _LAYER_NUMBERS = "tandem_layer_numbers"
 class Located:
     """A model that exists: the arguments of `from_pretrained`.
 
-    name: a folder or a hub name. offline: the hub does not answer, so its cache is used.
-    commit: the hub's commit; empty for a folder.
+    name: a folder, or a hub name as it was given. offline: the hub does not answer, so its cache is
+    used. commit: the hub's commit; empty for a folder.
     """
 
     name: str
     offline: bool = False
     commit: str = ""
+
+    @property
+    def repository(self) -> str:
+        """The folder, or the hub name without the revision behind `@`."""
+        return self.name if self.folder is not None else with_revision(self.name)[0]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How `from_pretrained` opens the repository."""
+        revision = "" if self.folder is not None else with_revision(self.name)[1]
+        return {"local_files_only": self.offline, "revision": revision or None}
 
     @property
     def folder(self) -> Path | None:
@@ -54,7 +66,8 @@ def locate(path: str | Path) -> Located:
     """Find a model folder or hub name before anything is loaded.
 
     A name that looks like a path (absolute, with `.`, `~` or more than one `/`) is never looked
-    up in the hub. If the hub does not answer, its cache is used.
+    up in the hub. If the hub does not answer, its cache is used. `NAME@REVISION` is a branch, a
+    tag or a commit of a hub model.
 
     Raises:
         ModelError: neither a folder nor a model that the hub or its cache has, or a folder whose
@@ -76,7 +89,8 @@ def locate(path: str | Path) -> Located:
     if is_folder:
         check_folder(folder)
         return Located(str(folder))
-    is_path = folder.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1
+    name, revision = with_revision(text)
+    is_path = folder.is_absolute() or text.startswith((".", "~")) or name.count("/") > 1
     if is_path or folder.exists() or not text:
         raise ModelError(
             f"model {text!r} must be a folder with config.json; got "
@@ -84,9 +98,11 @@ def locate(path: str | Path) -> Located:
             + _meant(folder, "Give a model's folder or its hub name.")
         )
     try:
-        info = HfApi().model_info(text, timeout=_HUB_TIMEOUT_SECONDS)
+        if not revision and "@" in text:
+            raise ValueError("no revision behind the @")
+        info = HfApi().model_info(name, revision=revision or None, timeout=_HUB_TIMEOUT_SECONDS)
     except Exception as error:  # the client raises many kinds of errors
-        if cached := _in_cache(text):
+        if cached := _in_cache(name, revision):
             return Located(text, offline=True, commit=cached.parent.name)
         raise ModelError(
             f"model {text!r} must be a folder or a reachable hub name; got no folder "
@@ -103,10 +119,10 @@ def _meant(folder: Path, otherwise: str) -> str:
     return f"Did you mean {visible(near)}?" if near else otherwise
 
 
-def _in_cache(name: str) -> Path | None:
+def _in_cache(name: str, revision: str) -> Path | None:
     """The config.json of a model in the hub's cache, in a folder named by its commit."""
     try:
-        found = try_to_load_from_cache(name, "config.json")
+        found = try_to_load_from_cache(name, "config.json", revision=revision or None)
     except ValueError:  # not a name that the hub could have
         return None
     return Path(found) if isinstance(found, str) else None
@@ -159,7 +175,7 @@ def load_config(source: Located, *, trust_remote_code: bool = False) -> PreTrain
     try:
         with quiet():
             config = AutoConfig.from_pretrained(
-                source.name, trust_remote_code=trust_remote_code, local_files_only=source.offline
+                source.repository, trust_remote_code=trust_remote_code, **source.options
             )
     except Exception as error:  # OSError, ValueError, KeyError, the strict config's own errors
         raise ModelError(
@@ -184,9 +200,7 @@ def files_of(source: Located) -> Path:
     if source.folder is not None:
         return source.folder
     patterns = ["*.safetensors", "*.json"]
-    return Path(
-        snapshot_download(source.name, allow_patterns=patterns, local_files_only=source.offline)
-    )
+    return Path(snapshot_download(source.repository, allow_patterns=patterns, **source.options))
 
 
 def read_names(source: Located) -> list[str]:
@@ -224,7 +238,7 @@ def names_in(source: Located, *, scalar: bool) -> Callable[[str], str]:
     if not _has_parts(_config_dict(source)):
         return str
     with quiet():
-        config = AutoConfig.from_pretrained(source.name, local_files_only=source.offline)
+        config = AutoConfig.from_pretrained(source.repository, **source.options)
     return names_beside_parts(config, read_names(source), scalar=scalar)
 
 
@@ -232,7 +246,7 @@ def _config_dict(source: Located) -> dict[str, Any]:
     """config.json as it stands."""
     found: dict[str, Any]
     with quiet():
-        found, _ = PreTrainedConfig.get_config_dict(source.name, local_files_only=source.offline)
+        found, _ = PreTrainedConfig.get_config_dict(source.repository, **source.options)
     return found
 
 
@@ -306,11 +320,12 @@ def adapter_base(source: Located, adapter: dict[str, Any]) -> Located:
     Raises:
         ModelError: no base is named, it does not exist, or it is an adapter itself.
     """
-    name = adapter.get("base_model_name_or_path")
-    if not isinstance(name, str) or not name:
+    name = base_of(adapter)
+    if not name:
         raise ModelError(
             f"{source.name!r}: {ADAPTER_CONFIG} must name its base model; got "
-            f"base_model_name_or_path={name!r}. Put the base model's folder there."
+            f"base_model_name_or_path={adapter.get('base_model_name_or_path')!r}. Put the base "
+            "model's folder there."
         )
     beside = Path(source.name) / name
     base = locate(beside if not os.path.isdir(name) and os.path.isdir(beside) else name)

@@ -14,6 +14,7 @@ from tandem.config.schema import RunConfig
 from tandem.config.spellings import listed
 from tandem.errors import ConfigError, ModelError
 from tandem.memory.dimensions import Shape, scaled, shape_from
+from tandem.models.hub_name import base_of, with_revision
 from tandem.text import one_line
 from tandem.yaml_text import shipped_table
 
@@ -36,7 +37,8 @@ def config_of(name: str) -> dict[str, Any]:
         return config_of(base)
     file = folder / "config.json" if folder.is_dir() else _cached(name)
     if file is None:
-        known = _published().get(name.lower().removesuffix("-instruct").removesuffix("-base"))
+        plain = with_revision(name)[0].lower()
+        known = _published().get(plain.removesuffix("-instruct").removesuffix("-base"))
         if known is None:
             raise ModelError(
                 f"model {name!r} must be a folder with config.json, a hub name in the hub's cache, "
@@ -102,11 +104,11 @@ def _base_of_adapter(folder: Path) -> str:
     if not file.is_file() or (folder / "config.json").is_file():
         return ""
     try:
-        name = json.loads(file.read_text("utf-8")).get("base_model_name_or_path")
+        name = base_of(json.loads(file.read_text("utf-8")))
     except (OSError, ValueError, AttributeError):
         return ""  # told by the config that is missing
-    beside = folder / str(name)
-    return str(beside) if not Path(str(name)).is_dir() and beside.is_dir() else str(name or "")
+    beside = folder / name
+    return str(beside) if name and not Path(name).is_dir() and beside.is_dir() else name
 
 
 def shape_for(config: Mapping[str, Any], *, scalar: bool = False) -> Shape:
@@ -224,13 +226,20 @@ def published_names() -> list[str]:
 
 
 def _cached(name: str) -> Path | None:
-    """The newest config.json of a hub name in the hub's cache, found without asking the hub."""
+    """The newest config.json of a hub name in the hub's cache, or that of its revision, found
+    without asking the hub."""
+    name, revision = with_revision(name)
     if name.count("/") > 1 or not name or name.startswith((".", "/", "~")):
         return None
     home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
     root = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
-    folder = root / f"models--{name.replace('/', '--')}" / "snapshots"
-    found = sorted(folder.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+    folder = root / f"models--{name.replace('/', '--')}"
+    if revision:
+        ref = folder / "refs" / revision
+        commit = ref.read_text("utf-8").strip() if ref.is_file() else revision
+        file = folder / "snapshots" / commit / "config.json"
+        return file if file.is_file() else None
+    found = sorted(folder.glob("snapshots/*/config.json"), key=lambda path: path.stat().st_mtime)
     return found[-1] if found else None
 
 

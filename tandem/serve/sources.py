@@ -19,6 +19,7 @@ from tandem.config.stages import STAGES, Stage, in_order, leaving, policy_folder
 from tandem.data.own_template import with_kept_template
 from tandem.errors import CheckpointError, ModelError, TandemError
 from tandem.files import folder_near
+from tandem.models.hub_name import base_of
 from tandem.models.source import ADAPTER_CONFIG, Located, adapter_base, read_adapter_config
 from tandem.text import visible
 
@@ -278,7 +279,7 @@ def _moved_base(folder: str, run: Path, base: str) -> str:
         return ""
     if base:
         return base
-    recorded = str(adapter.get("base_model_name_or_path") or "")
+    recorded = base_of(adapter)
     try:
         if Path(recorded).expanduser().is_absolute() and not Path(recorded).is_dir():
             found = found_model(recorded, run, "")

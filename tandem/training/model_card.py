@@ -16,6 +16,7 @@ from tandem.config.updates import minibatch_size
 from tandem.data.ledger import USES
 from tandem.metrics.names import metric_or_unknown, title_of
 from tandem.metrics.text import with_unit
+from tandem.models.hub_name import base_of, with_revision
 from tandem.models.save import ADAPTER_FOLDER
 from tandem.models.source import ADAPTER_CONFIG
 from tandem.text import visible
@@ -168,7 +169,7 @@ def _base_of_adapter(place: Path) -> str:
     if (place / "config.json").is_file():
         return ""
     config = json.loads((place / ADAPTER_CONFIG).read_text("utf-8"))
-    return str(config["base_model_name_or_path"])
+    return base_of(config)
 
 
 def _in_words(titles: Sequence[str]) -> str:
@@ -209,8 +210,9 @@ def _front_matter(stage: Stage, base: str, role: str, *, is_adapter: bool) -> st
         f"pipeline_tag: {'text-generation' if writes else 'text-classification'}",
         f"tags: [tandem, {stage.name}]",
     ]
-    if base.count("/") <= 1 and not Path(base).exists() and " " not in base:
-        lines.append(f"base_model: {json.dumps(base)}")  # the hub refuses what is no name of its
+    name, _ = with_revision(base)
+    if name.count("/") <= 1 and not Path(base).exists() and " " not in name:
+        lines.append(f"base_model: {json.dumps(name)}")  # the hub refuses what is no name of its
     return "\n".join([*lines, "---"])
 
 

@@ -27,7 +27,7 @@ def folder(llama_folder: Path, tmp_path: Path) -> Path:
 class _SilentHub:
     """A hub that cannot be reached."""
 
-    def model_info(self, name: str, timeout: float) -> None:
+    def model_info(self, name: str, revision: str | None, timeout: float) -> None:
         raise ConnectionError("Name or service\n not known")
 
 
@@ -77,14 +77,16 @@ def test_an_unreachable_hub_name_says_what_was_tried_in_one_line() -> None:
 
 @pytest.mark.usefixtures("no_hub")
 def test_an_unreachable_hub_leaves_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "try_to_load_from_cache", lambda *_: "cache/c0ffee/config.json")
+    monkeypatch.setattr(
+        source, "try_to_load_from_cache", lambda *_, **__: "cache/c0ffee/config.json"
+    )
     assert locate("some/model") == Located("some/model", offline=True, commit="c0ffee")
     assert Located("some/model").folder is None
 
 
 def test_a_hub_name_that_the_hub_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     class Hub:
-        def model_info(self, name: str, timeout: float) -> ModelInfo:
+        def model_info(self, name: str, revision: str | None, timeout: float) -> ModelInfo:
             return ModelInfo(id=name, sha="c0ffee")
 
     monkeypatch.setattr(source, "HfApi", Hub)

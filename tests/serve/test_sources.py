@@ -223,7 +223,7 @@ def test_a_base_of_the_hub_is_offered_if_the_hub_or_its_cache_has_it(
     class Hub:
         """Has one model."""
 
-        def model_info(self, name: str, timeout: float) -> ModelInfo:
+        def model_info(self, name: str, revision: str | None, timeout: float) -> ModelInfo:
             asked.append(name)
             if name != "org/there":
                 raise ConnectionError("no such model")
@@ -238,7 +238,7 @@ def test_a_base_of_the_hub_is_offered_if_the_hub_or_its_cache_has_it(
     monkeypatch.setattr(
         source,
         "try_to_load_from_cache",
-        lambda name, _: "h/config.json" if "kept" in name else None,
+        lambda name, *_, **__: "h/config.json" if "kept" in name else None,
     )
     for name in ("org/there", "kept"):
         named(name)

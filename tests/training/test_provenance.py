@@ -220,7 +220,7 @@ def test_the_sources_of_a_reward_function_leave_libraries_out(tmp_path: Path) ->
 
 def test_a_hub_name_is_known_by_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Hub:
-        def model_info(self, name: str, timeout: float) -> ModelInfo:
+        def model_info(self, name: str, revision: str | None, timeout: float) -> ModelInfo:
             return ModelInfo(id=name, sha="c0ffee")
 
     monkeypatch.setattr(source, "HfApi", Hub)

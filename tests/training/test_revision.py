@@ -1,0 +1,133 @@
+"""Hub models at a revision, NAME@REVISION, out of a cache like the hub's, without a hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tandem.errors import ModelError
+from tandem.models import source
+from tandem.models.hub_name import base_of, with_revision
+from tandem.models.source import Located, locate
+from tests.tiny import save_tiny_model
+
+NAME, OLD, NEW = "somebody/tiny", "0123456789" * 4, "abcdef0123" * 4
+EMBEDDINGS = "model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two commits of a model: `main` is the newer one, `v1` the older."""
+    root = tmp_path_factory.mktemp("cache")
+    for seed, (ref, commit) in enumerate((("v1", OLD), ("main", NEW))):
+        refs = repository(root) / "refs"
+        refs.mkdir(parents=True, exist_ok=True)
+        (refs / ref).write_text(commit)
+        save_tiny_model(repository(root) / "snapshots" / commit, seed=seed)
+    return root
+
+
+def repository(cache: Path) -> Path:
+    return cache / f"models--{NAME.replace('/', '--')}"
+
+
+def embeddings(cache: Path, commit: str) -> torch.Tensor:
+    return load_file(repository(cache) / "snapshots" / commit / "model.safetensors")[EMBEDDINGS]
+
+
+def python(cache: Path, *command: str) -> str:
+    """What a process of its own prints: the hub's client reads where its cache is at its import."""
+    environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+_READ = """
+import json, sys
+from tandem.models.load import load_causal_lm, load_tokenizer
+from tandem.models.eos import load_stop_ids
+from tandem.models.source import locate
+for name in sys.argv[1:]:
+    model = load_causal_lm(name)
+    load_tokenizer(name), load_stop_ids(name)
+    first = model.get_input_embeddings().weight[0].tolist()
+    print(json.dumps([locate(name).commit, first, model.name_or_path]))
+"""
+
+
+def test_a_revision_is_what_is_loaded(cache: Path) -> None:
+    names = [NAME, f"{NAME}@main", f"{NAME}@v1", f"{NAME}@{OLD}"]
+    found = [json.loads(line) for line in python(cache, "-c", _READ, *names).splitlines()]
+    assert not torch.equal(embeddings(cache, OLD), embeddings(cache, NEW))
+    for name, commit, (told, first, kept) in zip(names, (NEW, NEW, OLD, OLD), found, strict=True):
+        assert (told, kept) == (commit, name)
+        assert first == embeddings(cache, commit)[0].tolist()
+
+
+def test_a_run_trains_on_it_and_its_adapter_says_so(
+    cache: Path, tmp_path: Path, preferences: str
+) -> None:
+    run = tmp_path / "run"
+    knobs = "--lora-rank 2 --sft.max-steps 2 --sft.batch-size 4 --device cpu --dtype fp32".split()
+    flags = ["--actor-model", f"{NAME}@v1", "--data", preferences, "--output-dir", str(run), *knobs]
+    python(cache, "-m", "tandem", "sft", *flags)
+    adapter = json.loads((run / "sft" / "adapter" / "adapter_config.json").read_text())
+    assert (adapter["base_model_name_or_path"], adapter["revision"]) == (NAME, "v1")
+    card = (run / "sft" / "adapter" / "README.md").read_text()
+    assert f'base_model: "{NAME}"' in card
+    assert f"`{NAME}@v1`" in card
+    read = json.loads(python(cache, "-c", _READ, str(run / "sft" / "adapter")))
+    assert read[1] == embeddings(cache, OLD)[0].tolist()
+    planned = "tandem.predict.models import config_of; print(config_of(sys.argv[1])['vocab_size'])"
+    size = python(cache, "-c", f"import sys; from {planned}", str(run / "sft" / "adapter"))
+    assert int(size) == len(embeddings(cache, OLD))
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [("a/b", ("a/b", None)), ("a/b@v1", ("a/b", "v1")), ("a/b@refs/pr/3", ("a/b", "refs/pr/3"))],
+)
+def test_the_hub_is_asked_for_it(
+    name: str, asked: tuple[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Hub:
+        sha = OLD
+
+        def model_info(self, name: str, *, revision: str | None, timeout: float) -> Hub:
+            assert (name, revision) == asked
+            return self
+
+    monkeypatch.setattr(source, "HfApi", Hub)
+    found = locate(name)
+    assert found == Located(name, commit=OLD)
+    assert (found.repository, found.options["revision"]) == asked
+
+
+def test_a_revision_that_is_not_there_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelError, match=r"a/b@. must be .* no revision behind the @"):
+        locate("a/b@")
+
+
+def test_a_folder_may_be_called_so(tmp_path: Path) -> None:
+    folder = tmp_path / "model@v1"
+    save_tiny_model(folder)
+    found = locate(folder)
+    assert (found.repository, found.options["revision"]) == (str(folder), None)
+
+
+def test_names_of_bases() -> None:
+    assert with_revision("a/b") == ("a/b", "")
+    assert base_of({"base_model_name_or_path": "a/b", "revision": "v1"}) == "a/b@v1"
+    assert base_of({"base_model_name_or_path": "a/b", "revision": None}) == "a/b"
+    assert base_of({"base_model_name_or_path": None, "revision": "v1"}) == ""
