@@ -134,6 +134,11 @@ def _card(
         made = f"trained by Tandem {_version()} beside the policy `{stage.model_folder}`."
     if adapter_of:
         made += f" This folder holds the LoRA adapter alone; its base is `{visible(adapter_of)}`."
+        if frozen := run.config.parallel.frozen_weights:
+            made += (
+                f" It was trained on the base in {frozen} and is another model on full weights: "
+                "load the folder above, which has the two merged, or quantize the base alike."
+            )
     other = role not in ("policy", "reward model")
     whose = f" They are those of the policy, `{stage.model_folder}`" if other else ""
     whose += ", except where they say EMA." if role == AVERAGE else "." if whose else ""

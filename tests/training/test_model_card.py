@@ -43,6 +43,18 @@ def card(folder: Path) -> str:
     return (folder / "README.md").read_text("utf-8")
 
 
+def test_an_adapter_on_quantized_weights_says_so(
+    tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    config = tiny_config(
+        tmp_path / "run", tiny_model, preferences, stages=["sft"], sft__max_steps=1, lora__rank=2,
+        parallel__frozen_weights="nf4",
+    )  # fmt: skip
+    run = ran(config)
+    assert "on the base in nf4 and is another model" in card(run / "sft" / "adapter")
+    assert "another model" not in card(run / "sft")
+
+
 def test_each_card_says_what_its_model_is(lora_run: RunConfig, tiny_model: str) -> None:
     run = Path(lora_run.output_dir)
     for name, what in {
@@ -58,6 +70,7 @@ def test_each_card_says_what_its_model_is(lora_run: RunConfig, tiny_model: str) 
         base = json.loads((run / name / "adapter/adapter_config.json").read_text())
         assert f"its base is `{base['base_model_name_or_path']}`" in adapter
         assert "This folder holds the LoRA adapter alone" not in whole
+        assert "another model on full weights" not in adapter
         assert "| seed | 1234 |" in whole
         assert "\n```\ntest\n```\n" in whole
     assert ": supervised fine-tuning, then PPO." in card(run / "ppo/actor")
