@@ -251,6 +251,7 @@ def run_config(work: Work) -> RunConfig:
         f"{section}.epochs": work.epochs,
         f"{section}.minibatch_size": work.minibatch_size,
         f"{section}.missing_eos_penalty": 0.0,
+        f"{section}.reward_clip": 10.0,  # of random models, whose scores may be far apart
         f"{section}.early_stop_kl": 0.0,
         f"{section}.actor.learning_rate": work.actor_learning_rate,
     }

@@ -266,6 +266,9 @@ class GRPOConfig(RLConfig, CriticFreeConfig):
     missing_eos_penalty: float = knob(0.0, ge=0)
     """Subtracted from the score of an answer that the length limit cut off. Off by default, so that
     a reward function's scores stay as they are."""
+    reward_clip: float = knob(0.0, ge=0)
+    """Scores are clipped to +- this after normalization, and counted. Off by default: answers to a
+    prompt whose scores are all beyond a bound would count as equally good."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

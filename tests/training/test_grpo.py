@@ -87,6 +87,19 @@ def weights_of(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in trainer.engine.actor.named_parameters()}
 
 
+def test_scores_of_any_size_are_compared_as_they_are(tiny_model: str, tmp_path: Path) -> None:
+    def points(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        return [60.0 + len(text) for text in completions]
+
+    config = config_of(tmp_path, tiny_model)
+    engine = make_engine(config, config.actor_model)
+    trainer = PPOTrainer(engine, config, num_steps=3, reward_function=points)
+    made = trainer.generate_experience([engine.renderer.prompt(f"Say {w}.") for w in WORDS], step=1)
+    assert made.scores.tolist() == points([], list(made.rollout.responses))
+    assert made.metrics["reward_clipped"] == 0
+    assert made.advantages.any()
+
+
 @pytest.mark.parametrize("algorithm", list(PRESETS))
 def test_every_preset_trains_with_the_models_that_it_needs_alone(
     algorithm: str, tiny_model: str, tmp_path: Path
