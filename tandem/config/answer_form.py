@@ -35,7 +35,7 @@ class FormError(ValueError):
 class AnswerForm:
     """What whole answers must be.
 
-    kind: of `text`; the rules of a grammar are a user's own, those in Lark's notation ours.
+    kind: of `text`; both others are in Lark's notation, grammar a user's, lark made by Tandem.
     other: a form that answers may have instead.
     """
 
@@ -103,7 +103,7 @@ class AnswerForm:
 
     @property
     def limits(self) -> dict[str, Any]:
-        """llguidance's, by name."""
+        """The limits of llguidance's parser, by name."""
         each, has_rules = self, self.kind == "grammar"
         while each.other is not None:
             each = each.other

@@ -17,21 +17,21 @@ MOST_LETTERS = 1 << 20
 MOST_GRAMMAR_LETTERS = 1 << 17
 """Of a request's grammar."""
 MOST_RULE_LETTERS = 1 << 13
-"""Of the same without its texts: rules may be followed in many ways at once."""
+"""Of the same without its quoted texts: rules may be followed in many ways at once."""
 _LARGEST_MULTIPLE = 10_000
 """Of `multipleOf`: a number is followed by its remainder."""
 MOST_OPTIONAL = 200
 """Properties of an object that may be left out: at each of them an answer may go on in as many
 ways."""
 MOST_WAYS = 256
-"""Objects and lists that a schema offers in place of others: the time of a step is of the third
-power of those that begin alike."""
+"""Alternatives that are objects or lists, beyond the first of each choice: the time of a step grows
+with the third power of those that begin alike."""
 MOST_RULES = 1000
 """Rules of a request's grammar and their alternatives, for the same reason."""
 _CHOOSING = {"anyOf", "oneOf", "allOf"}
 _PLAIN = {"string", "number", "integer", "boolean", "null"}
 _TEXTS = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-"""Its last quote may be missing, so that no place is tried twice."""
+"""Quoted texts. A last quote may be missing, so that no place is tried twice."""
 
 
 def parser_limits(*, has_rules: bool) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def parser_limits(*, has_rules: bool) -> dict[str, Any]:
 
     Args:
         has_rules: it is a request's grammar, whose rules may be followed in many ways at once: the
-            time of a step is of the third power of their number.
+            time of a step grows with the third power of their number.
     """
     return {
         "step_lexer_fuel": 20_000,
@@ -83,18 +83,19 @@ def too_costly(kind: str, text: str) -> str:
         return "one that is nested too deep"
     if ways > MOST_WAYS:
         return (
-            f"{ways:,} objects and lists beside others of their anyOf or oneOf (of each allOf, the "
-            f"product), which may be at most {MOST_WAYS}"
+            f"anyOf and oneOf with {ways:,} alternatives that are objects or lists, beyond the "
+            f"first of each (multiplied where allOf or $ref combines them), which may be at most "
+            f"{MOST_WAYS}"
         )
     return ""
 
 
 def _spare_ways(schema: Any) -> int:
-    """Objects and lists that stand beside others in anyOf and oneOf, anywhere in a schema."""
+    """Alternatives that are objects or lists, beyond the first of each choice in a schema."""
     found = dict[int, int]()  # the ways of each part, by its identity
 
     def ways(part: Any) -> int:
-        """In how many ways, which begin alike, values of a part may be read."""
+        """In how many ways that begin alike a value of a part may be read."""
         if not isinstance(part, Mapping):
             return 1
         if id(part) in found:
@@ -137,7 +138,7 @@ def _referred(schema: Any, reference: Any) -> Any:
 
 
 def _most_optional(schema: Any) -> int:
-    """Properties of one object that may be left out."""
+    """Most optional properties of any one object."""
     most = 0
     for part in _mappings(schema):
         properties, required = part.get("properties"), part.get("required")

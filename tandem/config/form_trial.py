@@ -1,8 +1,8 @@
 """The trial of a form in a process of its own, with system limits.
 
-llguidance counts most of what it does and gives up in time. It does not count how deep it goes,
-which ends the process that it runs in, nor the comparison of each pattern or choice with all
-others. So a form is first read where this harms nobody.
+llguidance limits most of its work itself, but neither its recursion, which may overflow the stack
+and end the process, nor the comparison of each pattern or choice with all others. So a form is
+first read in a process that may fail.
 """
 
 from __future__ import annotations

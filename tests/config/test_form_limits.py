@@ -134,7 +134,7 @@ def lists_of_themselves(number: int) -> list[dict[str, Any]]:
 
 def test_many_ways_that_begin_alike_are_refused() -> None:
     """A step takes seconds at some five hundred, and hours at ten thousand."""
-    said = "objects and lists beside others of their anyOf or oneOf"
+    said = "alternatives that are objects or lists, beyond the first of each"
     lists = lists_of_themselves
     for schema in (
         {"anyOf": lists(258)},
