@@ -2,6 +2,8 @@
 
 # ruff: noqa: E501
 
+from tests.data.test_tool_rendering import INST, TAGGED
+
 HERMES = """{{ bos_token or '' }}{% if tools %}<|im_start|>system
 You are a function calling AI model.<tools>{% for t in tools %}{{ t.function | tojson }}
 {% endfor %}</tools><|im_end|>
@@ -30,29 +32,13 @@ LLAMA = """{{ bos_token or '' }}{% for m in messages %}{% if m.role == 'assistan
 {% endfor %}{% endif %}{{ m.content | trim }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 
 {% endif %}"""
-MISTRAL = """{{ bos_token or '' }}{% for m in messages %}{% if m.role == 'user' %}{% if tools and m == (messages | selectattr('role', 'equalto', 'user') | list)[-1] %}[AVAILABLE_TOOLS] [{% for t in tools %}{{ t | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}][/AVAILABLE_TOOLS]{% endif %}[INST] {{ m.content }}[/INST]{% elif m.role == 'assistant' and m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{% if c.id is not defined or c.id | length != 9 %}{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}{% if not loop.last %}, {% endif %}{% endfor %}]{{ eos_token }}{% elif m.role == 'assistant' %} {{ m.content | trim }}{{ eos_token }}{% elif m.role == 'tool' %}{% if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}[TOOL_RESULTS] {"content": {{ m.content }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]{% endif %}{% endfor %}"""
-QWEN = r"""{% if tools %}<|im_start|>system
-# Tools
-<tools>{% for t in tools %}
-{{ t | tojson }}{% endfor %}
-</tools><|im_end|>
-{% endif %}{% for m in messages %}{% if m.role == 'user' or m.role == 'system' or (m.role == 'assistant' and not m.tool_calls) %}<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% elif m.role == 'assistant' %}<|im_start|>assistant{% if m.content %}{{ '\n' + m.content }}{% endif %}{% for c in m.tool_calls %}{% if c.function %}{% set c = c.function %}{% endif %}{{ '\n<tool_call>\n' }}{"name": "{{ c.name }}", "arguments": {% if c.arguments is string %}{{ c.arguments }}{% else %}{{ c.arguments | tojson }}{% endif %}}
-</tool_call>{% endfor %}<|im_end|>
-{% elif m.role == 'tool' %}{% if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}
-<tool_response>
-{{ m.content }}
-</tool_response>{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>
-{% endif %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 TEXT = HERMES.replace(
     "{{ c.function.arguments | tojson }}", "{{ c.function.arguments | tojson | tojson }}"
 )
 STYLES = {
     "hermes": HERMES,
     "llama": LLAMA,
-    "mistral": MISTRAL,
-    "qwen": QWEN,
+    "mistral": INST,
+    "qwen": TAGGED,
     "arguments as text": TEXT,
 }

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset, DatasetDict
 from torch import Tensor, nn
 
-from tandem import Callback, PPOTrainer, RLHFEngine, RunState, build_config, train
+from tandem import Callback, RLHFEngine, RunState, build_config, train
 from tandem.config.schema import RunConfig
 from tandem.data.render import Renderer
 from tandem.engine.module_scorer import ModuleScorer
@@ -181,8 +181,6 @@ def test_what_cannot_be_given_is_one_line(tmp_path: Path, tiny_model: str) -> No
         train({"actor_model": tiny_model})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"EngineSettings; got RunConfig\. Call make_engine\("):
         RLHFEngine(config, tiny_model)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="engine must be an RLHFEngine; got RunConfig"):
-        PPOTrainer(config, "engine")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="data must be given once"):
         train(bare(tmp_path / "run", output_dir="x").__class__(data=("a",)), data=rows)
     model.lm_head.forward = lambda x: x
