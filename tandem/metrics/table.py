@@ -270,8 +270,8 @@ METRICS: tuple[Metric, ...] = (
             "Passes over the rollout; a fraction if ppo.early_stop_kl stopped them.", "ppo.epochs"),
         Metric("updates", "updates", _RL, "", "Optimizer steps of the actor in this step."),
         Metric("ptx_loss", "nats per token", _RL, "lower",
-            "Language-model loss on the mixture data, before its weight; the divergence from the "
-            "reference there if grpo.ptx_target says so.",
+            "Language-model loss on the mixture data, before its weight; with grpo.ptx_target "
+            "reference the divergence from the reference on them.",
             "level; a rise means forgetting", source="arXiv:2203.02155",
             chart="Loss on mixture data"),
     ),
@@ -294,8 +294,8 @@ METRICS: tuple[Metric, ...] = (
         "`kl` of the answers to held-out prompts.", title="Held-out KL to the reference",
         chart="KL to the reference", column="kl", card=True),
     Metric("heldout_divergence", "nats per token", _RL, "lower",
-        "Exact KL over the vocabulary, in the direction that grpo.kl names, on the answers to "
-        "held-out prompts.", chart="KL in the loss", column="divergence", card=True),
+        "The divergence over the vocabulary that grpo.kl names, on the answers to held-out "
+        "prompts.", chart="KL in the loss", column="divergence", card=True),
     Metric("heldout_response_tokens", "tokens", _RL, "",
         "`response_tokens` of those.", title="Held-out answer length", chart="Answer length"),
     Metric("heldout_ptx_perplexity", "ratio", _RL, "lower",

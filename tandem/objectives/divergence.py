@@ -1,5 +1,5 @@
 """Divergences of two policies over the whole vocabulary, token by token: the KL in either
-direction, and mixtures of both.
+direction, and the Jensen-Shannon divergence.
 
 An estimate from the sampled token (`kl`) says little of one token; the sum over the vocabulary is
 exact. It needs both models' logits, which are made and left in chunks of rows.
@@ -30,14 +30,14 @@ _TENSORS = 4
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Which divergence is learned: of p, the policy's distribution, from q, the other's.
+    """Which divergence is the loss, between p, the policy's distribution, and q, the other's.
 
-        exact-in-loss           KL(p, q) = sum over tokens of p (log p - log q)
-        forward-exact-in-loss   KL(q, p) = sum over tokens of q (log q - log p)
+        exact-in-loss           KL(p, q) = sum over the vocabulary of p (log p - log q)
+        forward-exact-in-loss   KL(q, p) = sum over the vocabulary of q (log q - log p)
         jsd-in-loss             beta KL(q, m) + (1 - beta) KL(p, m), m = beta q + (1 - beta) p
 
     The last is the generalized Jensen-Shannon divergence, bounded by the entropy of (beta,
-    1 - beta), log 2 at most; beta, in (0, 1), is read there alone.
+    1 - beta), log 2 at most; beta, in (0, 1), has no effect on the others.
     """
 
     placement: ExactKL
@@ -78,8 +78,8 @@ def exact_divergence(
 
     The gradient is made in the forward pass, beside the logits, so that they are made once:
     d KL(p, q) / d logits = p (log p - log q - KL(p, q)) / temperature, d KL(q, p) / d logits =
-    (p - q) / temperature, and of the mixture (1 - beta) d KL(p, m) / d logits with m held, since
-    what m adds through both terms sums to a constant. Source: arXiv:2306.13649 (GKD), on the
+    (p - q) / temperature, and d JSD / d logits = (1 - beta) d KL(p, m) / d logits with m held
+    constant, since the terms through m cancel. Source: arXiv:2306.13649 (GKD), on the
     policy's own answers.
     """
     hidden = policy.hidden

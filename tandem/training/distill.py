@@ -1,11 +1,11 @@
 """On-policy distillation: a policy answers prompts, and learns at each token of its answers what a
 teacher would have said there.
 
-The loss is the exact KL to the teacher over the vocabulary, in either direction or as a mixture of
-both; there is no reward and no critic. Rollouts, updates and evaluation are GRPO's, and so are
-their knobs (section `grpo`); the teacher is the reference model.
+The loss is the exact KL to the teacher over the vocabulary, in either direction, or their
+Jensen-Shannon divergence; there is no reward and no critic. Rollouts, updates and evaluation are
+GRPO's, and so are their knobs (section `grpo`); the teacher is the reference model.
 Source: arXiv:2306.13649 (GKD). Its lambda chooses at each step between own and given answers; here
-given ones are mixed in beside the own by a weight (ptx_data, ptx_target).
+each update learns from both, with a weight on the given ones (ptx_data, ptx_target, ptx_coef).
 """
 
 from __future__ import annotations

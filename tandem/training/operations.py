@@ -85,7 +85,7 @@ def update_flops(
 ) -> float:
     """Of one update: forward and backward of the critic, if any, and of the actor if it learns;
     without the forward of the actor's layers where it was `replayed`, with that of the reference
-    where it `compares` (the exact KL)."""
+    where it `compares` (an exact divergence)."""
     models = [m for m in engine.trained_models if actor or m is not engine.actor]
     flops = sum(batch_flops(model, batch, backward=True) for model in models)
     if compares and actor:
