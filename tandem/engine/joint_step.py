@@ -1,4 +1,4 @@
-"""The steps of models that share a loss scaler, in fp16: all of them take one, or none does."""
+"""The step of several models that share a loss scaler, in fp16."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_SKIPPED = 30
 
 
 def step_learners(learners: Sequence[Learner], scaler: LossScaler) -> list[float] | None:
-    """The steps of models that share a loss scaler: all of them or, on overflow, none.
+    """Step all models that share a loss scaler or, on overflow, none.
 
     Returns:
         the gradients' norms before the clip; None where a gradient of any model overflowed.
@@ -32,7 +32,8 @@ def step_learners(learners: Sequence[Learner], scaler: LossScaler) -> list[float
     else:
         scaler.unscale_(flat)
         try:  # all norms before the first update: a bad gradient leaves every model as it was
-            norms = [t.sound_norm(part) for t, part in zip(learners, gradients, strict=True)]
+            pairs = zip(learners, gradients, strict=True)
+            norms = [learner.sound_norm(part) for learner, part in pairs]
         except BadStepError:
             for learner in learners:
                 learner.forget()

@@ -85,8 +85,8 @@ class MicroBatchBudget:
                 )
 
     def once(self, learners: Sequence[Learner], step: Callable[[], Result]) -> Result:
-        """Take the step of one optimizer or of several. It is not tried again: a second one would
-        update once more what the first had updated before it failed.
+        """Take the step of one optimizer or several. It is not tried again: what it updated before
+        it failed would be updated twice.
 
         Raises:
             OutOfMemoryError: it does not fit; some weights may have changed.

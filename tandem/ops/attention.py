@@ -234,16 +234,16 @@ def _one_sequence(q: Tensor, k: Tensor, v: Tensor, kind: AttentionSpec) -> Tenso
     q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
     broken = ~v.isfinite()
     if v.is_meta or not bool(broken.any()):
-        return _of_numbers(q, k, v, kind).transpose(0, 1)
-    # Zero weight does not stop an inf or a NaN: it would reach tokens that do not see it.
-    out = _of_numbers(q, k, v.masked_fill(broken, 0.0), kind)
+        return _of_finite(q, k, v, kind).transpose(0, 1)
+    # 0 * NaN is NaN: an inf or a NaN would reach tokens that do not see it, whose weight is 0.
+    out = _of_finite(q, k, v.masked_fill(broken, 0.0), kind)
     reached = _seen(q, k, kind.window).float() @ broken.float() > 0
     groups = q.shape[0] // k.shape[0]
     return out.masked_fill(reached.repeat_interleave(groups, 0), torch.nan).transpose(0, 1)
 
 
-def _of_numbers(q: Tensor, k: Tensor, v: Tensor, kind: AttentionSpec) -> Tensor:
-    """Of finite values: q (Hq, T, D), k, v (Hkv, S, D) -> (Hq, T, Dv)."""
+def _of_finite(q: Tensor, k: Tensor, v: Tensor, kind: AttentionSpec) -> Tensor:
+    """Attention to values without inf and NaN: q (Hq, T, D), k, v (Hkv, S, D) -> (Hq, T, Dv)."""
     T = q.shape[1]
     plain = kind.softcap == 0 and kind.sinks is None and kind.dropout == 0
     if plain and k.shape[1] == T and (kind.window == 0 or kind.window >= T):

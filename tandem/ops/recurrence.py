@@ -215,8 +215,8 @@ def _plain_recurrence(
     index = (ends[:-1, None] + places).clamp(max=max(0, len(q) - 1))
 
     def rows(x: Tensor) -> Tensor:  # (N, H, ...) -> (B, H, T, ...)
-        padded = real.view(*real.shape, *[1] * (x.dim() - 1))
-        return torch.where(padded, x[index], 0.0).transpose(1, 2)
+        is_real = real.view(*real.shape, *[1] * (x.dim() - 1))
+        return torch.where(is_real, x[index], 0.0).transpose(1, 2)
 
     state = q.new_zeros(len(ends) - 1, v.shape[1], q.shape[2], v.shape[2])
     if step.slots is not None:
@@ -238,10 +238,10 @@ def _read(state: Tensor, x: Tensor) -> Tensor:
 def _causal(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`_in_chunks`, where on a CPU an inf or a NaN makes NaN of its token and later ones alone.
+    """`_in_chunks`, but on a CPU an inf or a NaN makes only its own token and later ones NaN.
 
-    Products over a chunk take it to earlier tokens, whose weight of 0 does not stop it. A GPU would
-    have to be waited for.
+    Products over a chunk carry it to earlier tokens, since 0 * NaN is NaN. Looking for one on a GPU
+    would wait for the GPU.
     """
     written = [k, v, decay[..., None], *([] if beta is None else [beta[..., None]])]
     if q.is_cpu and not all(bool(x.isfinite().all()) for x in written):

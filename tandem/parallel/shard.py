@@ -206,13 +206,13 @@ class Shards:
             self.quantized.restore({})
 
     def forget_gradients(self) -> None:
-        """Between steps: what was known of gradients that are dropped."""
+        """Forget which gradients this rank has made, once they are dropped."""
         if self._reductions is not None:
             self._reductions.forget()
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> tuple[float, list[nn.Parameter]]:
-        """Euclidean norm of the whole gradient, from this rank's pieces, and the weights that have
-        zeros though no rank made a gradient of them; the same on every rank, by one collective."""
+        """Euclidean norm of the whole gradient, from this rank's pieces, and the weights of
+        which no rank made a gradient; the same on every rank, by one collective."""
         if self._reductions is None:
             return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0, []
         # Squares, and of each weight the ranks that made a gradient.

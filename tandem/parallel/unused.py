@@ -1,9 +1,9 @@
 """Weights that a rank's rows leave without gradient, in a model that FSDP2 splits.
 
-FSDP2 reduces the gradients that a rank has, and reads none of the others' sizes. Which weights have
-one may depend on the rows: families that take tokens together in groups compute nothing in
-a row that is shorter than a group (deepseek_v4). Ranks that differ would wait for each other's
-numbers in vain, or add up those of different weights.
+FSDP2 reduces the gradients that a rank has, without asking which the other ranks have. Which
+weights have one may depend on the rows: deepseek_v4 compresses groups of tokens, and computes
+nothing there for a row shorter than a group. Ranks that differ would hang in the collective, or add
+up gradients of different weights.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 
 class WholeReductions:
-    """Reduces all trained weights of a unit that ran, with zeros where this rank has no gradient,
-    and knows which are its own."""
+    """Reduces the gradients of all trained weights of a unit that ran, with zeros where this rank
+    has none, and records which ones it has."""
 
     def __init__(self, units: Iterable[FSDPModule]) -> None:
         """Install it in the units."""
         self._weights: list[nn.Parameter] = []
         self._own: set[nn.Parameter] = set()
         for unit in units:
-            # torch 2.13's set_reduce_scatter_unused_params does not tell which are zeros.
+            # torch 2.13 has set_reduce_scatter_unused_params, which does not tell such zeros from
+            # gradients: AdamW would decay and move weights that no rank has used.
             group: Any = unit._get_fsdp_state()._fsdp_param_group
             if group is not None:
                 group.post_backward = partial(self._reduce, group, group.post_backward)
@@ -39,8 +40,8 @@ class WholeReductions:
 
     @property
     def has_own(self) -> list[bool]:
-        """Of each weight, in the same order on every rank, whether this rank has made a gradient
-        since `forget`."""
+        """Whether this rank has made a gradient of each weight since `forget`; in the same order on
+        every rank."""
         return [weight in self._own for weight in self._weights]
 
     def where(self, chosen: Iterable[bool]) -> list[nn.Parameter]:
@@ -48,7 +49,7 @@ class WholeReductions:
         return [weight for weight, this in zip(self._weights, chosen, strict=True) if this]
 
     def forget(self) -> None:
-        """Begin a new step."""
+        """Forget which gradients this rank has made."""
         self._own.clear()
 
     def _reduce(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:

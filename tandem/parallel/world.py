@@ -30,7 +30,7 @@ Given = ParamSpec("Given")
 Made = TypeVar("Made")
 
 _made: dict[Any, Any] = {}
-"""What was made by functions that are `while_joined`."""
+"""What functions cached by `while_joined` have made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,12 +216,12 @@ def launched(parallel: ParallelConfig, device: torch.device) -> World:
 
 
 def while_joined(make: Callable[Given, Made]) -> Callable[Given, Made]:
-    """`make`, which makes groups of ranks, once for the same arguments in one process group; where
-    that was left and another joined, it makes them again."""
+    """Cache `make`, which makes groups of ranks, by its arguments and the process group: after
+    leaving one and joining another, the groups are made again."""
 
     @wraps(make)
     def made(*given: Given.args, **named: Given.kwargs) -> Made:
-        # Kept until `leave`: the end of a group waits for its threads, which a fork does not have.
+        # Kept until `leave`: destroying a group waits for its threads, which a fork does not have.
         key = (dist.group.WORLD, make, given, *named.items())
         if key not in _made:
             _made[key] = make(*given, **named)
