@@ -59,7 +59,7 @@ def _idle(
     for knob, words in given.items():
         if not _is_read(knob, running, config, has_scores):
             yield _flag(knob, words), unread
-        elif reason := _without_its_owner(knob, config):
+        elif reason := _without_its_feature(knob, config):
             yield _flag(knob, words), reason
         elif knob == "parallel.critic_zero_stage":
             if not has_scores and "critic" not in trained:
@@ -83,11 +83,11 @@ def _idle(
                 yield f"{_flag(knob)} reference", "the reference is the actor without its adapters"
 
 
-def _without_its_owner(knob: str, config: RunConfig) -> str:
-    """Why nothing reads a knob of what the run does not have; empty if it has it."""
+def _without_its_feature(knob: str, config: RunConfig) -> str:
+    """Why nothing reads a knob whose feature the run does not use; empty if it does."""
     rl, lora = rl_section(config), config.lora
     if knob in _OF_FUNCTIONS and not (rl.reward_function or rl.environment or rl.tools):
-        return "the run has no reward function"
+        return "the run has no reward function, environment or tool"
     if knob in _OF_ADAPTERS and lora.rank == 0 and lora.critic_rank < 1:
         return "lora.rank is 0"
     if knob == "generation_prefill_tokens" and not config.hybrid_engine:

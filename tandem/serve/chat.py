@@ -35,8 +35,9 @@ from tandem.models.eos import load_stop_ids
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.rewards.environment import Environment, Said
 from tandem.rewards.tool_schema import offered_tools
+from tandem.serve.chat_form import check_form
 from tandem.serve.greedy import as_drawn
-from tandem.serve.named_model import check_form, find_model, models_of, notes_of, notes_on_flags
+from tandem.serve.named_model import find_model, models_of, notes_of, notes_on_flags
 from tandem.serve.place import Place, put, read_from
 from tandem.text import is_unicode, visible, visible_lines
 from tandem.types import Message

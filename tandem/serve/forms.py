@@ -94,7 +94,7 @@ def constraint_of(
     begun: Sequence[int] = (),
     is_chat: bool = True,
 ) -> Constraint | None:
-    """What keeps an answer to a prompt in the form that is wished; None if none is. It may take
+    """What keeps an answer to a prompt in the form that is asked for; None if none is. It may take
     seconds, once for each tokenizer and each form.
 
     Args:
@@ -122,7 +122,7 @@ def constraint_of(
 
 
 def _checked_tools(form: AnswerForm) -> AnswerForm:
-    """A form that holds calls of tools."""
+    """The form, of which calls of tools are a part."""
     try:
         return form.check()
     except FormError as error:

@@ -11,14 +11,12 @@ from tandem.config.recorded import base_gone, found_model, is_gone
 from tandem.config.schema import SamplingConfig, rl_section
 from tandem.config.spellings import listed
 from tandem.config.stages import latest_first, policy_folders
-from tandem.data.render import Renderer
-from tandem.errors import ConfigError, ModelError
-from tandem.generation.request_maker import form_problems
+from tandem.errors import ModelError
 from tandem.serve.sources import unfinished_stages
 from tandem.text import visible
 
 _LONGEST_SHOWN = 200
-"""Of a form, in letters."""
+"""Letters of a form in a note."""
 
 
 def find_model(path: str, which: str) -> str:
@@ -84,7 +82,8 @@ def notes_of(path: str) -> list[str]:
 
 
 def notes_on_flags(path: str, tools: Sequence[str], sampling: SamplingConfig) -> list[str]:
-    """Lines on what a run's policy was trained with and the chat was not asked for."""
+    """Lines that name the flags for tools and a form that a run was trained with, and the chat is
+    not given."""
     return ["" if tools else note_on_tools(path), note_on_form(path, sampling)]
 
 
@@ -110,16 +109,6 @@ def note_on_form(path: str, sampling: SamplingConfig) -> str:
     if len(shown) > _LONGEST_SHOWN:
         shown = f"{'SCHEMA' if schema else 'PATTERN'}, as in {visible(path)}/config.yaml"
     return f"note: its answers had a form in training; to ask for it: {flag} {shown}\n"
-
-
-def check_form(sampling: SamplingConfig, renderer: Renderer) -> None:
-    """
-    Raises:
-        ConfigError: answers in this conversation format cannot have the form that is asked of them.
-    """
-    for problem in form_problems(sampling, renderer):
-        flags = problem.replace("sampling.json_schema", "--json-schema")
-        raise ConfigError(f"{flags.replace('sampling.regex', '--regex')}.")
 
 
 def models_of(path: str) -> dict[str, str]:

@@ -480,7 +480,7 @@ def test_types_are_checked_in_python_too() -> None:
         ("ppo", "--reward-model r --lora.alpha 32 --lora.critic-rank 4", ""),
         ("ppo", "--reward-model r --scoring.workers 3 --no-scoring.self-test",
          ("--scoring.workers and --no-scoring.self-test have no effect, as the run has no reward "
-         "function")),
+         "function, environment or tool")),
         ("ppo", "--reward-function a.py:f --scoring.workers 3", ""),
         ("ppo", "--reward-model r --ppo.tools t.py:f --scoring.deadline-seconds 3", ""),
         ("sft", "--log.record-answers 3 --log.print-samples-every 5 --kept-states 0.2",
