@@ -199,7 +199,7 @@ struct SixteenHalves {
 // Whole sixteens of one block's n numbers; returns how many.
 template <int64_t kind, class T>
 TANDEM_INLINE int64_t decode_sixteens(const uint8_t* codes, float scale, T* out, int64_t n) {
-  // NF4's smallest number is 0.08: products may be subnormal, which `store` does not keep.
+  // Products with so small a scale (NF4's least code is 0.08) may be subnormal: `store` flushes them.
   if (std::is_same_v<T, bf16> && std::fabs(scale) < 0x1p-122f && scale != 0.0f) return 0;
   const v16 scales = splat(scale);
   int64_t i = 0;

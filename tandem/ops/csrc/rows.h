@@ -170,13 +170,13 @@ struct GeluTanh {
   }
 };
 
-// x Phi(x), of which Phi(-s) is e^(-s^2 / 2) w(s): no difference of nearly equal numbers. w falls
-// from 1/2 as 1/s; the quotient of two polynomials is fitted to 2^-30 (1 + s^2 / 2), as farther out
-// rounding s^2 costs more.
+// x Phi(x), with Phi(-s) as e^(-s^2 / 2) w(s): no difference of nearly equal numbers. w falls from
+// 1/2 as 1/s; a quotient of two polynomials is fitted to it within 2^-30 (1 + s^2 / 2) of its value,
+// since for large s rounding s^2 costs more than that.
 struct Gelu {
   static constexpr float kDensity = 0.39894228040143268f;  // of a normal at 0
 
-  // |x|, or where e^(-s^2 / 2) is 0.
+  // |x|, capped where e^(-s^2 / 2) is 0.
   static TANDEM_INLINE v16 size(v16 x) {
     return min(splat(13.26f), from_bits(bits(x) & 0x7FFFFFFFu));
   }
@@ -194,7 +194,7 @@ struct Gelu {
   }
   static TANDEM_INLINE v16 value(v16 x) {
     const v16 s = size(x);
-    // The smaller is x below 0, of which -inf gives NaN as by the formula.
+    // min is x where x < 0, beyond the cap of s too: -inf gives NaN, as by the formula.
     return min(x, -s) * below(s, bell(s)) + max(splat(0.0f), x);
   }
   static TANDEM_INLINE v16 slope(v16 x) {

@@ -195,9 +195,9 @@ TANDEM_INLINE v16h narrow_all(v16 x) {
 }
 
 // The same for results of arithmetic. The instruction of AVX512_BF16 takes a fifth off the time of a
-// norm or an activation and makes 0 of numbers below 1.2e-38, as the processor's products of bfloat16
-// do of what they read: too small to change what they are added to. What stands for itself, such as
-// a stored weight, is narrow_all's.
+// norm or an activation, but flushes subnormal numbers (below 1.2e-38) to 0, as the processor's
+// bfloat16 products do with what they read: too small to change a sum. Numbers that are kept, such
+// as decoded weights, go through narrow_all.
 TANDEM_INLINE v16h narrow(v16 x) {
 #if defined(__AVX512BF16__)
   return reinterpret_cast<v16h>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x)));
