@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tandem.config.schema import GRPOConfig, RunConfig
+from tandem.config.spellings import listed
 from tandem.config.stages import Stage
 
 EXACT_KL = ("exact-in-loss", "forward-exact-in-loss", "jsd-in-loss")
@@ -67,7 +68,7 @@ def critic_free_problems(config: RunConfig, stage: Stage) -> Iterator[str]:
 
 def _exact_kl_problems(config: RunConfig, stage: Stage, grpo: GRPOConfig) -> Iterator[str]:
     """Rules of a KL over the vocabulary, and of a stage that learns from it alone."""
-    one_of = f"{', '.join(EXACT_KL[:-1])} or {EXACT_KL[-1]}"
+    one_of = listed(EXACT_KL)
     if not stage.rewarded and grpo.kl not in EXACT_KL:
         yield (
             f"{stage.section}.kl must be {one_of} in stage {stage.name}, which "

@@ -128,15 +128,20 @@ class Conversations:
             )
         self._weights = weights_of(model)
 
-    def submit(self, prompt_ids: Sequence[int], sampling: SamplingConfig, *, seed: int) -> Handle:
+    def submit(
+        self, prompt_ids: Sequence[int], sampling: SamplingConfig, *, seed: int, tools: str = ""
+    ) -> Handle:
         """Queue an answer to a prompt; the next steps generate it.
 
+        Args:
+            tools: that the prompt lists, as JSON text; where `sampling` asks for a form, an answer
+                may be calls of them instead.
         Raises:
             GenerationError: the prompt leaves no room for an answer, prompt or logit bias name
                 tokens that the model does not have, or the answers' form cannot be followed. The
                 other answers go on.
         """
-        return self.submit_samples(prompt_ids, sampling, seed=seed)[0]
+        return self.submit_samples(prompt_ids, sampling, seed=seed, tools=tools)[0]
 
     def submit_samples(
         self,
@@ -154,8 +159,8 @@ class Conversations:
         Args:
             top_logprobs: keep each token's log-prob and those of so many of the likeliest in its
                 place; -1: keep none.
-            constraint: the form that each answer must have; None: that of `sampling`, if it has
-                one, or calls of `tools`, as JSON text.
+            constraint: the form that each answer must have; None: that of `sampling` and `tools`.
+            tools: as in `submit`.
         Raises:
             GenerationError: as `submit`.
         """
@@ -323,7 +328,7 @@ class Turns:
         """As `stream`; the memory is kept for the next prompt.
 
         Args:
-            tools: that the prompt lists, as JSON text: calls of them may stand for a form.
+            tools: as in `Conversations.submit`.
         Raises:
             GenerationError, NumericsError: as `stream`.
         """
@@ -384,7 +389,7 @@ def _streamed(
     tools: str = "",
 ) -> Iterator[int]:
     """One answer's tokens; closing the iterator ends the answer."""
-    (handle,) = talk.submit_samples(prompt_ids, sampling, seed=seed, tools=tools)
+    handle = talk.submit(prompt_ids, sampling, seed=seed, tools=tools)
     try:
         while not handle.ended:
             for _, token_ids in talk.step():
