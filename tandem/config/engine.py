@@ -68,7 +68,7 @@ class EngineSettings:
 
 
 def require_settings(settings: EngineSettings) -> EngineSettings:
-    """The settings, as they are.
+    """The settings, checked to be such.
 
     Raises:
         ConfigError: they are something else, such as a run's configuration.

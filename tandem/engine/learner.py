@@ -181,8 +181,8 @@ class Learner:
         return norm
 
     def sound_norm(self, gradients: list[Tensor]) -> float:
-        """The norm of `finished_gradients`, the same number on every rank; weights that no rank has
-        used have no gradient afterwards.
+        """The norm of `finished_gradients`, the same number on every rank. Weights that no rank has
+        used lose their gradient of zeros, so that the optimizer leaves them.
 
         Raises:
             BadStepError: it is not finite, or out of line; the gradients are forgotten.

@@ -251,7 +251,7 @@ def _references(config: RunConfig, stage: Stage, models: Models, policy: Layout)
 
 
 def _mixed_in(work: Work) -> Work:
-    """Of the texts that a step's updates mix in."""
+    """Of the `ptx_data` texts of a step's updates."""
     texts = work.ptx * work.updates
     return replace(work, tokens=texts, answered=texts, sequences=texts / max(1.0, work.length))
 

@@ -1,4 +1,4 @@
-"""What a Python loop hands a trainer, refused in one line where it is something else."""
+"""Checks of the arguments that a Python loop passes to a trainer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tandem.types import Experience
 
 
 def require_trainer_arguments(engine: Any, config: Any, source: Any) -> None:
-    """Refuse an engine, a configuration or a source of answers that is none.
+    """Check the arguments of `PPOTrainer`.
 
     Raises:
-        ConfigError: one is something else.
+        ConfigError: one is of another kind.
     """
     if not isinstance(engine, RLHFEngine):
         raise ConfigError(
@@ -28,15 +28,15 @@ def require_trainer_arguments(engine: Any, config: Any, source: Any) -> None:
     if source is not None and not callable(getattr(source, "collect", None)):
         raise ConfigError(
             "PPOTrainer's source must have a method collect(prompts, *, step, numbers=None), "
-            f"which returns a Rollout; got {_named(source)}. Write one, or leave source out."
+            f"which returns a Rollout; got {_named(source)}. Write one, or remove source."
         )
 
 
 def require_experience(given: Any) -> None:
-    """Refuse what is no experience.
+    """Check the argument of `train_rlhf`.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is no experience.
     """
     if not isinstance(given, Experience):
         raise ConfigError(
@@ -46,5 +46,5 @@ def require_experience(given: Any) -> None:
 
 
 def _named(given: Any) -> str:
-    """Its class; of a class given in place of an object, that it is one."""
+    """The name of its class; a class in place of an object is called one."""
     return f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__

@@ -104,5 +104,5 @@ def mixture_flops(engine: RLHFEngine, texts: TokenBatch, *, compares: bool) -> f
 
 
 def _reference_flops(engine: RLHFEngine, batch: TokenBatch) -> float:
-    """Of its forward; 0 if there is none."""
+    """Of the reference's forward; 0 if there is none."""
     return batch_flops(engine.reference or engine.actor, batch) if engine.has_reference else 0.0
