@@ -1,40 +1,35 @@
 """The trial of a form in a process of its own, with system limits.
 
-llguidance limits most of its work itself, but neither its recursion, which may overflow the stack
-and end the process, nor the comparison of each pattern or choice with all others. So a form is
-first read in a process that may fail.
+llguidance counts most of what it does and gives up in time. It does not count how deep it goes,
+which ends the process that it runs in, nor the comparison of each pattern or choice with all
+others. So a form is first read where this harms nobody.
 """
 
 from __future__ import annotations
 
 import json
-import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import lru_cache
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-from typing import Any
 
-_CPU_SECONDS = 2
-_LIMITS = {
-    resource.RLIMIT_CORE: 0,
-    resource.RLIMIT_AS: 2**30,
-    resource.RLIMIT_STACK: 2**20,  # half of the least that a thread has
-    resource.RLIMIT_CPU: _CPU_SECONDS,
-}
+from tandem.config import form_process
+from tandem.errors import TandemError
+from tandem.text import first_line, visible
+
+_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGTRAP}
+"""How a process ends whose stack or memory is at its limit; other signals come from outside."""
 _KEPT = 64
-_ROOT = str(Path(__file__).resolve().parents[2])
 
 
-def tried(grammars: str, limits: Mapping[str, Any]) -> str:
+def tried(grammars: str, limits: Mapping[str, object]) -> str:
     """What is wrong with llguidance's grammars, as JSON; "" if they can be followed.
 
     Args:
         limits: llguidance's, by name.
+    Raises:
+        TandemError: the process could not begin, or something else ended it.
     """
     return _tried(grammars, json.dumps(limits))
 
@@ -43,43 +38,25 @@ def tried(grammars: str, limits: Mapping[str, Any]) -> str:
 def _tried(grammars: str, limits: str) -> str:
     from llguidance import _lib
 
-    code = (
-        f"import sys; sys.path.append({_ROOT!r}); from {__name__} import try_form; "
-        f"try_form({_lib.__file__!r}, {limits!r})"
-    )
-    trial = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", code],
-        input=grammars.encode("utf-8", "surrogatepass"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        check=False,
-    )
+    # By its file: what imports this package here may be a hook, which -S leaves out there.
+    command = [sys.executable, "-I", "-S", form_process.__file__, str(_lib.__file__), limits]
+    given = grammars.encode("utf-8", "surrogatepass")
+    try:
+        trial = subprocess.run(command, input=given, capture_output=True, check=False)
+    except OSError as error:
+        raise _untried(first_line(error)) from None
+    if trial.returncode == 0:
+        return trial.stdout.decode()
     if trial.returncode == -signal.SIGXCPU:
-        return f"one that takes more than {_CPU_SECONDS} s to read"
-    if trial.returncode:
+        return f"one that takes more than {form_process.CPU_SECONDS} s to read"
+    if trial.returncode == form_process.FAILED or -trial.returncode in _CRASHES:
         return "one that is nested too deep or too large, or a keyword's value of a wrong kind"
-    return trial.stdout.decode()
+    said = trial.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    raise _untried(f"exit status {trial.returncode} {visible(said[:200])}".strip())
 
 
-def try_form(library: str, limits: str) -> None:
-    """Read the grammars on stdin within the limits, and print what is wrong with them.
-
-    Args:
-        library: llguidance's extension module: the package around it takes longer than a form.
-    """
-    grammars = sys.stdin.buffer.read().decode("utf-8", "surrogatepass")
-    for kind, most in _LIMITS.items():
-        _, allowed = resource.getrlimit(kind)
-        with suppress(ValueError, OSError):  # macOS takes none on memory
-            resource.setrlimit(
-                kind, (most if allowed == resource.RLIM_INFINITY else min(most, allowed), allowed)
-            )
-    spec = spec_from_file_location("llguidance._lib", library)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    is_error, said = loaded.LLMatcher.validate_grammar_with_warnings(
-        grammars, limits=loaded.LLParserLimits(**json.loads(limits))
+def _untried(found: str) -> TandemError:
+    return TandemError(
+        f"a form must be read in a process of its own, of {sys.executable}, before it is followed; "
+        f"got {found}. Ask again, or look for what ends processes here."
     )
-    sys.stdout.buffer.write(said[0].encode() if is_error else b"")

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from tandem.config.answer_form import AnswerForm, FormError
 from tandem.data.render import Renderer
-from tandem.errors import GenerationError
+from tandem.errors import GenerationError, TandemError
 from tandem.generation.constrained import Constraint, constrainer_of
 from tandem.serve import fields, unsupported
 from tandem.serve.api_errors import ApiError
@@ -102,7 +102,7 @@ def constraint_of(
             with, behind the prompt.
         is_chat: a turn of the assistant's is asked for, and not the prompt's continuation.
     Raises:
-        ApiError: the form cannot be followed.
+        ApiError: the form cannot be followed, or not be tried.
     """
     try:
         if wish.form is None and not wish.calls:
@@ -119,6 +119,10 @@ def constraint_of(
         raise ApiError(f"{wish.name} must {error}.", wish.name) from None
     except GenerationError as error:
         raise ApiError(f"{wish.name}: {error}", wish.name) from None
+    except ApiError:
+        raise
+    except TandemError as error:
+        raise ApiError(str(error), status=500) from None
 
 
 def _checked_tools(form: AnswerForm) -> AnswerForm:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from tandem.config.form_limits import (
     MOST_OPTIONAL,
     MOST_RULE_LETTERS,
 )
+from tandem.errors import TandemError
 
 pytest.importorskip("llguidance")
 
@@ -157,3 +161,28 @@ def test_many_ways_that_begin_alike_are_refused() -> None:
     AnswerForm.of_json({"type": "object", "properties": properties, "required": required}).check()
     with pytest.raises(FormError, match="got 1,001 rules and alternatives, which may be at most"):
         AnswerForm.of_grammar("start: " + "|".join(["a"] * 1000) + '\na: "b"')
+
+
+def test_forms_are_tried_where_a_hook_imports_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As setuptools installs a checkout (pip install -e): its folder is not on the path."""
+    root = Path(__file__).parents[2]
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if Path(p).resolve() != root])
+    AnswerForm.of_regex("[0-9]+ by a hook").check()
+
+
+@pytest.mark.parametrize("ends", ["kill -9 $$", "kill -2 $$", "echo no such library >&2; exit 1"])
+def test_a_trial_that_something_else_ends_says_nothing_of_the_form(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = AnswerForm.of_regex(re.escape(ends))
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{ends}\n")
+    python.chmod(0o700)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(python))
+        with pytest.raises(TandemError, match="in a process of its own, of .*got exit status"):
+            form.check()
+        patch.setattr(sys, "executable", str(tmp_path / "gone"))
+        with pytest.raises(TandemError, match="got .*No such file"):
+            form.check()
+    form.check()

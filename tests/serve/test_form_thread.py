@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -131,3 +132,17 @@ def test_a_client_that_leaves_while_its_form_is_made_leaves_nothing(
     assert body(server, regex="ab") == "ab"
     assert held.begun == [HELD, "ab"]
     until(server.is_free)
+
+
+def test_a_form_that_could_not_be_tried_is_asked_again(
+    server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nkill -9 $$\n")
+    python.chmod(0o700)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(python))
+        status, found = read(server, regex="abc")
+    assert status == 500
+    assert "exit status -9" in found["error"]["message"]
+    assert body(server, regex="abc") == "abc"
