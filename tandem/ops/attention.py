@@ -233,17 +233,31 @@ def _one_sequence(q: Tensor, k: Tensor, v: Tensor, kind: AttentionSpec) -> Tenso
     """The last T of S tokens: (T, Hq, D) and (S, Hkv, D) -> (T, Hq, Dv), causal."""
     q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
     broken = ~v.isfinite()
-    if v.is_meta or not bool(broken.any()):
+    if v.is_meta:
         return _of_finite(q, k, v, kind).transpose(0, 1)
+    if not bool(broken.any()):
+        return _of_values(q, k, v, kind).transpose(0, 1)
     # 0 * NaN is NaN: an inf or a NaN would reach tokens that do not see it, whose weight is 0.
-    out = _of_finite(q, k, v.masked_fill(broken, 0.0), kind)
+    out = _of_values(q, k, v.masked_fill(broken, 0.0), kind)
     reached = _seen(q, k, kind.window).float() @ broken.float() > 0
     groups = q.shape[0] // k.shape[0]
     return out.masked_fill(reached.repeat_interleave(groups, 0), torch.nan).transpose(0, 1)
 
 
+def _of_values(q: Tensor, k: Tensor, v: Tensor, kind: AttentionSpec) -> Tensor:
+    """Attention to finite values: tokens that see a key with an inf or a NaN by the formula, the
+    others, whose gradient it would reach by a weight of 0, without that key."""
+    broken = ~k.isfinite().all(-1)
+    if not bool(broken.any()):
+        return _of_finite(q, k, v, kind)
+    seen = _seen(q, k, kind.window)
+    rows = (seen & broken.any(0)).any(-1).nonzero()[:, 0]
+    out = _of_finite(q, k.masked_fill(broken[..., None], 0.0), v, kind)
+    return out.index_copy(1, rows, _weighted(q[:, rows], k, v, seen[rows], kind))
+
+
 def _of_finite(q: Tensor, k: Tensor, v: Tensor, kind: AttentionSpec) -> Tensor:
-    """Attention to values without inf and NaN: q (Hq, T, D), k, v (Hkv, S, D) -> (Hq, T, Dv)."""
+    """Of keys and values without inf and NaN: q (Hq, T, D), k, v (Hkv, S, D) -> (Hq, T, Dv)."""
     T = q.shape[1]
     plain = kind.softcap == 0 and kind.sinks is None and kind.dropout == 0
     if plain and k.shape[1] == T and (kind.window == 0 or kind.window >= T):

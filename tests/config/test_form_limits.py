@@ -180,9 +180,9 @@ def test_a_trial_that_something_else_ends_says_nothing_of_the_form(
     python.chmod(0o700)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", str(python))
-        with pytest.raises(TandemError, match="in a process of its own, of .*got exit status"):
+        with pytest.raises(TandemError, match=r"in a process of its own, of .*got exit status"):
             form.check()
         patch.setattr(sys, "executable", str(tmp_path / "gone"))
-        with pytest.raises(TandemError, match="got .*No such file"):
+        with pytest.raises(TandemError, match=r"got .*No such file"):
             form.check()
     form.check()

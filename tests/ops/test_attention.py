@@ -96,3 +96,22 @@ def test_a_value_that_is_no_number_reaches_the_tokens_that_see_it_alone(
             made = paged_attention(q[t, None], k[t, None], v[t, None], decode, 0, kind)
         assert bool(made[..., -1].isfinite().all()) == (not sees[t])
         assert torch.allclose(made[..., :-1], whole[t, None, :, :-1], atol=1e-6), t
+
+
+@pytest.mark.parametrize("broken", [torch.inf, torch.nan])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_key_that_is_no_number_reaches_the_tokens_that_see_it_alone(
+    kind: AttentionSpec, broken: float
+) -> None:
+    generator, length, at = torch.Generator().manual_seed(0), 30, 13
+    q = torch.randn(length, 4, 8, generator=generator, requires_grad=True)
+    k, v = (torch.randn(length, 2, width, generator=generator) for width in (8, 6))
+    step = Packed.of_lengths([length], torch.device("cpu"))
+    whole = varlen_attention(q, k, v, step, kind)
+    (pull,) = torch.autograd.grad(whole[:at].sum(), q)
+    k[at, :, -1] = broken
+    out = varlen_attention(q, k, v, step, kind)
+    torch.testing.assert_close(out.double(), slow(q, k, v, kind), atol=1e-5, rtol=0, equal_nan=True)
+    assert bool(out[:at].isfinite().all())
+    (got,) = torch.autograd.grad(out[:at].sum(), q)
+    assert torch.allclose(got[:at], pull[:at], atol=1e-6)
