@@ -36,7 +36,7 @@ from torch.distributed.fsdp import (
 )
 
 from tandem.parallel.integers import shard_integers
-from tandem.parallel.unused import WholeReductions
+from tandem.parallel.unused import WholeReductions, keep_in_graph
 from tandem.parallel.world import World, while_joined
 from tandem.parallel.zeropp import QuantizedTraffic
 
@@ -292,6 +292,8 @@ def _split(model: nn.Module, blocks: Sequence[nn.Module], plan: ShardPlan, world
     for block in blocks:
         give_memory(block, world.device)
         fully_shard(block, reshard_after_forward=after_forward, **settings)
+        if world.size > 1:
+            keep_in_graph(block)
     give_memory(model, world.device)
     own = type(model)
     fully_shard(model, reshard_after_forward=False, **settings)

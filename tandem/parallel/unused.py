@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -71,3 +71,31 @@ class WholeReductions:
                 self._own.add(weight.sharded_param)
             if has_sums:  # one reduction is of one type
                 weight.to_accumulated_grad_if_needed()
+
+
+def keep_in_graph(block: nn.Module) -> None:
+    """Let a unit have a backward pass whatever its rows use, if any of its weights are trained:
+    without, a rank whose graph begins behind it gathers and reduces nothing where others do."""
+    if any(weight.requires_grad for weight in block.parameters()):
+        # Before FSDP2 looks at what comes out.
+        block.register_forward_hook(_begin_graph, prepend=True)
+
+
+def _begin_graph(block: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    first = output[0] if isinstance(output, tuple) and output else output
+    if not torch.is_grad_enabled() or not isinstance(first, Tensor) or first.requires_grad:
+        return output
+    first = _Beginning.apply(first, first.new_zeros((), requires_grad=True))
+    return (first, *output[1:]) if isinstance(output, tuple) else first
+
+
+class _Beginning(torch.autograd.Function):
+    """A copy of x that needs a gradient, of which nothing is made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, graph: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        return None, None

@@ -34,14 +34,16 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Block(nn.Module):
-    """A layer, and one beside it that nothing ever uses."""
+    """A layer, and one beside it that nothing uses by itself."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
         self.idle = nn.Linear(WIDTH, WIDTH)
+        self.uses_idle = False
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x + self.idle(x) if self.uses_idle else x
         return x + self.layer(x).tanh()
 
 
@@ -171,6 +173,35 @@ def test_every_optimizer_takes_a_gradient_of_one_rank(stage: int, kind: str) -> 
         # A sum's last bit may round a packed moment to the other neighbor.
         near = 2e-3 if "moments" in kind else 1e-5
         torch.testing.assert_close(value, alone[name], rtol=1e-5, atol=near)
+
+
+def of_units_unused(world: World, stage: int) -> dict[str, Tensor]:
+    """After two steps in which only the last of two rows uses what is trained of the first block,
+    behind which the head is."""
+    model: Any = Model()
+    model.requires_grad_(False)
+    for trained_here in (model.blocks[0].idle, model.head):
+        trained_here.requires_grad_()
+    shards = shard(model, list(model.blocks) if stage else [], ShardPlan(stage), world)
+    learner = Learner("x", model, OptimizerConfig(learning_rate=0.01))
+    for _ in range(2):
+        for part in range(world.rank, 2, world.size):
+            model.blocks[0].uses_idle = part == 1
+            x = torch.ones(2, WIDTH)
+            loss = shards.forward(partial(model, x, True, False)).square().sum()
+            learner.backward(loss, 4.0, is_last=part + world.size >= 2)
+        learner.step()
+    return {name: whole(value) for name, value in learner.weights().items()}
+
+
+def test_rows_of_one_rank_that_use_no_trained_weight_of_a_unit() -> None:
+    """As those of adapters on deepseek_v4's compressors, whose lengths differ by layer."""
+    alone = of_units_unused(World(), 0)
+    assert not torch.equal(alone["blocks.0.idle.weight"], Model().blocks[0].idle.weight)
+    for stage in range(4):
+        for found in on_ranks(2, of_units_unused, stage):
+            for name, value in alone.items():
+                torch.testing.assert_close(found[name], value)
 
 
 def gradients_of(world: World, stage: int) -> dict[str, Tensor]:
