@@ -212,7 +212,11 @@ class Shards:
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> tuple[float, list[nn.Parameter]]:
         """Euclidean norm of the whole gradient, from this rank's pieces, and the weights of
-        which no rank made a gradient; the same on every rank, by one collective."""
+        which no rank made a gradient; the same on every rank, by one collective.
+
+        Raises:
+            ModelError: as `WholeReductions.require_run`.
+        """
         if self._reductions is None:
             return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0, []
         # Squares, and of each weight the ranks that made a gradient.
@@ -224,6 +228,8 @@ class Shards:
             total[0] = torch.stack([n.to(total.device) for n in norms]).double().square().sum()
         self.world.all_reduce_(total)
         squares, *made = total.tolist()
+        if squares:
+            self._reductions.require_run()
         unused = self._reductions.where(count == 0 for count in made)
         return math.sqrt(squares / self.plan.replicas), unused
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from tandem.errors import ModelError
+
 
 class WholeReductions:
     """Reduces the gradients of all trained weights of a unit that ran, with zeros where this rank
@@ -26,6 +28,7 @@ class WholeReductions:
         """Install it in the units."""
         self._weights: list[nn.Parameter] = []
         self._own: set[nn.Parameter] = set()
+        self._has_run = False
         for unit in units:
             # torch 2.13 has set_reduce_scatter_unused_params, which does not tell such zeros from
             # gradients: AdamW would decay and move weights that no rank has used.
@@ -44,6 +47,18 @@ class WholeReductions:
         every rank."""
         return [weight in self._own for weight in self._weights]
 
+    def require_run(self) -> None:
+        """Where there are gradients, so that none passes for one that no rank has made.
+
+        Raises:
+            ModelError: FSDP2 has reduced them in another way.
+        """
+        if not self._has_run:
+            raise ModelError(
+                "a sharded model's gradients must be reduced by way of FSDP2's post_backward; got "
+                f"torch {torch.__version__}, which goes another way. Use an earlier torch."
+            )
+
     def where(self, chosen: Iterable[bool]) -> list[nn.Parameter]:
         """The weights chosen, in the order of `has_own`."""
         return [weight for weight, this in zip(self._weights, chosen, strict=True) if this]
@@ -51,8 +66,10 @@ class WholeReductions:
     def forget(self) -> None:
         """Forget which gradients this rank has made."""
         self._own.clear()
+        self._has_run = False
 
     def _reduce(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+        self._has_run = True
         if group.reduce_grads and group._training_state == TrainingState.PRE_BACKWARD:
             self._complete([w for w in group.fsdp_params if w.sharded_param.requires_grad])
         post_backward(*unused)

@@ -259,3 +259,23 @@ def test_rows_that_use_no_trained_weight_add_nothing() -> None:
 def test_rows_that_use_no_trained_weight_are_refused_where_ranks_wait_for_theirs() -> None:
     with pytest.raises(AssertionError, match="x: a micro-batch of a sharded model must use"):
         on_ranks(2, of_unused_rows, 2)
+
+
+def of_another_torch(world: World, kind: str) -> None:
+    """A step where FSDP2 does not look for its method on the group."""
+    model: Any = Model()
+    shards = shard(model, list(model.blocks), ShardPlan(2), world)
+    for unit in shards.units:
+        group: Any = unit._get_fsdp_state()._fsdp_param_group
+        del group.post_backward
+    parallel = ParallelConfig(**KINDS[kind])
+    learner = Learner("x", model, OptimizerConfig(), parallel=parallel)
+    loss = shards.forward(partial(model, torch.ones(2, WIDTH), True, True)).sum()
+    learner.backward(loss, 4.0)
+    learner.step()
+
+
+@pytest.mark.parametrize("kind", ["torch's own", "on the host"])
+def test_a_torch_that_reduces_in_another_way_is_refused(kind: str) -> None:
+    with pytest.raises(AssertionError, match=r"which goes another way\. Use an earlier torch"):
+        on_ranks(2, of_another_torch, kind)
