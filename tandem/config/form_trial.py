@@ -20,6 +20,8 @@ from tandem.text import first_line, visible
 
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGTRAP}
 """How a process ends whose stack or memory is at its limit; other signals come from outside."""
+_MOST_SECONDS = 60.0
+"""Of a process that waits, for a disk say: other forms and the end of a server wait for it."""
 _KEPT = 64
 
 
@@ -42,7 +44,11 @@ def _tried(grammars: str, limits: str) -> str:
     command = [sys.executable, "-I", "-S", form_process.__file__, str(_lib.__file__), limits]
     given = grammars.encode("utf-8", "surrogatepass")
     try:
-        trial = subprocess.run(command, input=given, capture_output=True, check=False)
+        trial = subprocess.run(
+            command, input=given, capture_output=True, check=False, timeout=_MOST_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise _untried(f"no end of it in {_MOST_SECONDS:g} s") from None
     except OSError as error:
         raise _untried(first_line(error)) from None
     if trial.returncode == 0:

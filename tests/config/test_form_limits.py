@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tandem.config import form_trial
 from tandem.config.answer_form import AnswerForm, FormError
 from tandem.config.form_limits import (
     MOST_GRAMMAR_LETTERS,
@@ -168,6 +170,18 @@ def test_forms_are_tried_where_a_hook_imports_the_package(monkeypatch: pytest.Mo
     root = Path(__file__).parents[2]
     monkeypatch.setattr(sys, "path", [p for p in sys.path if Path(p).resolve() != root])
     AnswerForm.of_regex("[0-9]+ by a hook").check()
+
+
+def test_a_trial_that_waits_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = tmp_path / "python"
+    waits.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 1000\n")
+    waits.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(waits))
+    monkeypatch.setattr(form_trial, "_MOST_SECONDS", 2.0)
+    with pytest.raises(TandemError, match=r"got no end of it in 2 s\. Ask again"):
+        AnswerForm.of_regex("waits").check()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 @pytest.mark.parametrize("ends", ["kill -9 $$", "kill -2 $$", "echo no such library >&2; exit 1"])
