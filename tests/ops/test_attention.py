@@ -66,31 +66,40 @@ def test_packed_sequences_and_decoding_against_a_slow_loop(kind: AttentionSpec) 
     assert torch.allclose(out.double(), expected[last], atol=1e-5)
 
 
+LENGTH, AT = 30, 13
+ALONE = Packed.of_lengths([LENGTH], torch.device("cpu"))
+
+
+def before_it_breaks(kind: AttentionSpec) -> tuple[torch.Tensor, ...]:
+    """q, k, v of a sequence, its attention, and the gradient of q by the tokens before AT."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(LENGTH, 4, 8, generator=generator, requires_grad=True)
+    k, v = (torch.randn(LENGTH, 2, width, generator=generator) for width in (8, 6))
+    whole = varlen_attention(q, k, v, ALONE, kind)
+    (pull,) = torch.autograd.grad(whole[:AT].sum(), q)
+    return q, k, v, whole, pull
+
+
 @pytest.mark.parametrize("broken", [torch.inf, torch.nan])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_value_that_is_no_number_reaches_the_tokens_that_see_it_alone(
     kind: AttentionSpec, broken: float
 ) -> None:
-    generator, length, at = torch.Generator().manual_seed(0), 30, 13
-    q = torch.randn(length, 4, 8, generator=generator, requires_grad=True)
-    k, v = (torch.randn(length, 2, width, generator=generator) for width in (8, 6))
-    step = Packed.of_lengths([length], torch.device("cpu"))
-    whole = varlen_attention(q, k, v, step, kind)
-    (pull,) = torch.autograd.grad(whole[:at].sum(), q)
-    v[at, :, -1] = broken
-    out = varlen_attention(q, k, v, step, kind)
-    sees = torch.arange(length) >= at
+    q, k, v, whole, pull = before_it_breaks(kind)
+    v[AT, :, -1] = broken
+    out = varlen_attention(q, k, v, ALONE, kind)
+    sees = torch.arange(LENGTH) >= AT
     if kind.window:
-        sees[at + kind.window :] = False
+        sees[AT + kind.window :] = False
     assert torch.equal(out[~sees], whole[~sees])
     assert not bool(out[sees, :, -1].isfinite().any())
     assert torch.allclose(out[sees, :, :-1], whole[sees, :, :-1])
-    (got,) = torch.autograd.grad(out[:at].sum(), q)
+    (got,) = torch.autograd.grad(out[:AT].sum(), q)
     assert torch.allclose(got, pull)
 
     memory = KVMemory([LayerShape(2, 8, 6)], 2, dtype=torch.float32, device=q.device)
     tables = torch.tensor([[1, 0]], dtype=torch.int32)
-    for t in range(length):
+    for t in range(LENGTH):
         decode = Decode(torch.tensor([t]), tables, memory)
         with torch.no_grad():
             made = paged_attention(q[t, None], k[t, None], v[t, None], decode, 0, kind)
@@ -103,15 +112,10 @@ def test_a_value_that_is_no_number_reaches_the_tokens_that_see_it_alone(
 def test_a_key_that_is_no_number_reaches_the_tokens_that_see_it_alone(
     kind: AttentionSpec, broken: float
 ) -> None:
-    generator, length, at = torch.Generator().manual_seed(0), 30, 13
-    q = torch.randn(length, 4, 8, generator=generator, requires_grad=True)
-    k, v = (torch.randn(length, 2, width, generator=generator) for width in (8, 6))
-    step = Packed.of_lengths([length], torch.device("cpu"))
-    whole = varlen_attention(q, k, v, step, kind)
-    (pull,) = torch.autograd.grad(whole[:at].sum(), q)
-    k[at, :, -1] = broken
-    out = varlen_attention(q, k, v, step, kind)
+    q, k, v, _, pull = before_it_breaks(kind)
+    k[AT, :, -1] = broken
+    out = varlen_attention(q, k, v, ALONE, kind)
     torch.testing.assert_close(out.double(), slow(q, k, v, kind), atol=1e-5, rtol=0, equal_nan=True)
-    assert bool(out[:at].isfinite().all())
-    (got,) = torch.autograd.grad(out[:at].sum(), q)
-    assert torch.allclose(got[:at], pull[:at], atol=1e-6)
+    assert bool(out[:AT].isfinite().all())
+    (got,) = torch.autograd.grad(out[:AT].sum(), q)
+    assert torch.allclose(got[:AT], pull[:AT], atol=1e-6)
