@@ -97,9 +97,12 @@ def locate(path: str | Path) -> Located:
             f"{'a file' if folder.is_file() else 'no such folder'}. "
             + _meant(folder, "Give a model's folder or its hub name.")
         )
+    if not revision and "@" in text:
+        raise ModelError(
+            f"model {text!r} must be NAME@REVISION; got no revision behind the @. Name a branch, a "
+            "tag or a commit, or remove the @."
+        )
     try:
-        if not revision and "@" in text:
-            raise ValueError("no revision behind the @")
         info = HfApi().model_info(name, revision=revision or None, timeout=_HUB_TIMEOUT_SECONDS)
     except Exception as error:  # the client raises many kinds of errors
         if cached := _in_cache(name, revision):
@@ -320,7 +323,7 @@ def adapter_base(source: Located, adapter: dict[str, Any]) -> Located:
     Raises:
         ModelError: no base is named, it does not exist, or it is an adapter itself.
     """
-    name = base_of(adapter)
+    name = base_of(adapter, source.name)
     if not name:
         raise ModelError(
             f"{source.name!r}: {ADAPTER_CONFIG} must name its base model; got "

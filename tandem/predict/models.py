@@ -104,7 +104,7 @@ def _base_of_adapter(folder: Path) -> str:
     if not file.is_file() or (folder / "config.json").is_file():
         return ""
     try:
-        name = base_of(json.loads(file.read_text("utf-8")))
+        name = base_of(json.loads(file.read_text("utf-8")), folder)
     except (OSError, ValueError, AttributeError):
         return ""  # told by the config that is missing
     beside = folder / name
@@ -233,13 +233,16 @@ def _cached(name: str) -> Path | None:
         return None
     home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
     root = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
-    folder = root / f"models--{name.replace('/', '--')}"
     if revision:
-        ref = folder / "refs" / revision
-        commit = ref.read_text("utf-8").strip() if ref.is_file() else revision
-        file = folder / "snapshots" / commit / "config.json"
-        return file if file.is_file() else None
-    found = sorted(folder.glob("snapshots/*/config.json"), key=lambda path: path.stat().st_mtime)
+        from huggingface_hub import try_to_load_from_cache
+
+        try:
+            file = try_to_load_from_cache(name, "config.json", cache_dir=root, revision=revision)
+        except ValueError:  # not a name that the hub could have
+            return None
+        return Path(file) if isinstance(file, str) else None
+    folder = root / f"models--{name.replace('/', '--')}" / "snapshots"
+    found = sorted(folder.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
     return found[-1] if found else None
 
 

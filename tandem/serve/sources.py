@@ -279,7 +279,7 @@ def _moved_base(folder: str, run: Path, base: str) -> str:
         return ""
     if base:
         return base
-    recorded = base_of(adapter)
+    recorded = base_of(adapter, folder)
     try:
         if Path(recorded).expanduser().is_absolute() and not Path(recorded).is_dir():
             found = found_model(recorded, run, "")

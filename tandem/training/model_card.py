@@ -174,7 +174,7 @@ def _base_of_adapter(place: Path) -> str:
     if (place / "config.json").is_file():
         return ""
     config = json.loads((place / ADAPTER_CONFIG).read_text("utf-8"))
-    return base_of(config)
+    return base_of(config, place)
 
 
 def _in_words(titles: Sequence[str]) -> str:

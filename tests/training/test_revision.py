@@ -115,6 +115,7 @@ def test_the_hub_is_asked_for_it(
 
 def test_a_revision_that_is_not_there_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(source, "try_to_load_from_cache", lambda *_, **__: "h/config.json")
     with pytest.raises(ModelError, match=r"a/b@. must be .* no revision behind the @"):
         locate("a/b@")
 
@@ -126,8 +127,11 @@ def test_a_folder_may_be_called_so(tmp_path: Path) -> None:
     assert (found.repository, found.options["revision"]) == (str(folder), None)
 
 
-def test_names_of_bases() -> None:
+def test_names_of_bases(tmp_path: Path) -> None:
     assert with_revision("a/b") == ("a/b", "")
-    assert base_of({"base_model_name_or_path": "a/b", "revision": "v1"}) == "a/b@v1"
-    assert base_of({"base_model_name_or_path": "a/b", "revision": None}) == "a/b"
-    assert base_of({"base_model_name_or_path": None, "revision": "v1"}) == ""
+    assert base_of({"base_model_name_or_path": "a/b", "revision": "v1"}, tmp_path) == "a/b@v1"
+    assert base_of({"base_model_name_or_path": "a/b", "revision": None}, tmp_path) == "a/b"
+    assert base_of({"base_model_name_or_path": None, "revision": "v1"}, tmp_path) == ""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for folder in ("a/b", str(tmp_path / "a" / "b")):  # a folder has no revision
+        assert base_of({"base_model_name_or_path": folder, "revision": "v1"}, tmp_path) == folder
