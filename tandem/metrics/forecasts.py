@@ -22,7 +22,8 @@ _IN_WORDS = {
 
 
 def prediction_tables(folder: RunFolder) -> list[dict[str, Any]]:
-    """Per stage: rows of phases, and a bar of each phase's memory by part."""
+    """Per stage: rows of phases, whether a time of any is predicted, and a bar of each phase's memory
+    by part."""
     lines = {(str(p.get("stage")), str(p.get("phase"))): p for p in folder.predictions}
     tables = []
     for stage in stage_names():
@@ -30,7 +31,9 @@ def prediction_tables(folder: RunFolder) -> list[dict[str, Any]]:
         rows = [_row(phase, line) for phase, line in of_stage.items()]
         bars = [bar for phase, line in of_stage.items() if (bar := _bar(stage, phase, line))]
         if rows:
-            tables.append({"title": stage_of(stage).title, "rows": rows, "bars": bars})
+            is_timed = any(number_or_none(p.get("predicted_seconds")) for p in of_stage.values())
+            title = stage_of(stage).title
+            tables.append({"title": title, "rows": rows, "is_timed": is_timed, "bars": bars})
     return tables
 
 
@@ -44,11 +47,11 @@ def _row(phase: str, line: Any) -> dict[str, Any]:
 
 
 def _cells(measured: Any, predicted: Any, unit: str) -> list[str]:
-    """Measured, predicted, and how far off."""
-    sizes = [number_or_none(measured), number_or_none(predicted)]
+    """Measured, predicted, and how far off. A prediction of 0 is none: of an evaluation's memory."""
+    sizes = [number_or_none(measured), number_or_none(predicted) or None]
     shown = ["" if size is None else duration(size) if unit == "seconds" else with_unit(size, unit)
              for size in sizes]  # fmt: skip
-    off = f"{100 * (sizes[1] / sizes[0] - 1):+.0f} %" if sizes[0] and sizes[1] else ""
+    off = f"{100 * (sizes[1] / sizes[0] - 1):+z.0f} %" if sizes[0] and sizes[1] else ""
     return [*shown, off]
 
 

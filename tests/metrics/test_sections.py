@@ -1,10 +1,13 @@
 import json
+from pathlib import Path
 
 import pytest
 import yaml
 
+from tandem import metrics
 from tandem.config.stages import stage_of
 from tandem.metrics.folder import read_folder
+from tandem.metrics.metric import PHASES
 from tandem.metrics.report import changed_knobs
 from tandem.metrics.sections import (
     final_answers,
@@ -159,6 +162,18 @@ def test_a_phase_has_one_color_in_every_stage(tmp_path):
     colors = [{row["phase"]: row["color"] for row in v["rows"]}["train"] for v in (sft, ppo)]
     assert colors[0] == colors[1]
     assert 'class="f3"' in sft["bar"]
+
+
+def test_every_phase_and_the_rest_have_a_color_in_the_style_sheet(tmp_path):
+    parts = {f"seconds/{phase}": 1.0 for phase in PHASES if phase != "step"}
+    (view,) = time_per_phase(stage(tmp_path, {"seconds/step": 10.0, **parts}))
+    style = (Path(metrics.__file__).parent / "report.css").read_text()
+    colors = [row["color"] for row in view["rows"]]
+    assert len(set(colors)) == len(PHASES)
+    for color in colors:
+        assert f"--c{color}:" in style
+        assert f".swatch.n{color} {{" in style
+        assert f".f{color} {{" in style
 
 
 def test_changed_knobs_have_todays_names():
