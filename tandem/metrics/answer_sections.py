@@ -11,12 +11,12 @@ from typing import Any
 
 from tandem.metrics.answer_views import (
     Histogram,
-    WinRate,
     followed_prompts,
     frontier,
     last_turn,
     model_win_rates,
     numbers,
+    win_rate_of_steps,
 )
 from tandem.metrics.answers import ANSWERS_FILE, FOLLOWED_FILE
 from tandem.metrics.charts import Path, histogram_chart, path_chart
@@ -107,12 +107,11 @@ class AnswerRecords:
         ]
         for stage in self._folder.stages():
             answers = followed_prompts(self._followed, stage.name).values()
-            several = [lines for lines in answers if len(lines) > 1]
-            if several:
-                pairs = [(_reward(lines[-1]), _reward(lines[0])) for lines in several]
-                last, first = several[0][-1].get("step"), several[0][0].get("step")
-                of = f"{stage.short} at step"
-                found.append((f"{of} {last}", f"{of} {first}", WinRate.of(pairs)))
+            steps = {line["step"] for lines in answers for line in lines}
+            if len(steps) > 1:
+                last, first, of = max(steps), min(steps), f"{stage.short} at step"
+                rate = win_rate_of_steps(answers, last, first)
+                found.append((f"{of} {last}", f"{of} {first}", rate))
         return [
             [
                 ours,

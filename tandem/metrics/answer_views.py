@@ -154,6 +154,21 @@ def followed_prompts(lines: Iterable[Mapping[str, Any]], stage: str) -> dict[str
     return found
 
 
+def reward_at(answers: Iterable[Mapping[str, Any]], step: int) -> float:
+    """The mean reward of a prompt's answers at a step: held-out rows may share a prompt. NaN where
+    none was scored."""
+    rewards = [x for line in answers if line["step"] == step for x in numbers([line.get("reward")])]
+    scored = [reward for reward in rewards if math.isfinite(reward)]
+    return sum(scored) / len(scored) if scored else math.nan
+
+
+def win_rate_of_steps(
+    prompts: Iterable[Iterable[Mapping[str, Any]]], step: int, against: int
+) -> WinRate:
+    """Of a step's answers against another step's to the same prompts (`followed_prompts`)."""
+    return WinRate.of((reward_at(lines, step), reward_at(lines, against)) for lines in prompts)
+
+
 def last_turn(prompt: Any) -> str:
     """The text of a recorded prompt's last turn."""
     turns = list_or_empty(prompt)

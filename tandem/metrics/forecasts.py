@@ -22,8 +22,7 @@ _IN_WORDS = {
 
 
 def prediction_tables(folder: RunFolder) -> list[dict[str, Any]]:
-    """Per stage: rows of phases, whether a time of any is predicted, and a bar of each phase's memory
-    by part."""
+    """Per stage: rows of phases, whether any time is predicted, and bars of memory by part."""
     lines = {(str(p.get("stage")), str(p.get("phase"))): p for p in folder.predictions}
     tables = []
     for stage in stage_names():
@@ -47,7 +46,7 @@ def _row(phase: str, line: Any) -> dict[str, Any]:
 
 
 def _cells(measured: Any, predicted: Any, unit: str) -> list[str]:
-    """Measured, predicted, and how far off. A prediction of 0 is none: of an evaluation's memory."""
+    """Measured, predicted, and how far off. A prediction of 0 is none (of evaluations' memory)."""
     sizes = [number_or_none(measured), number_or_none(predicted) or None]
     shown = ["" if size is None else duration(size) if unit == "seconds" else with_unit(size, unit)
              for size in sizes]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +16,8 @@ from tandem.metrics.answer_views import (
     last_turn,
     model_win_rates,
     numbers,
+    reward_at,
+    win_rate_of_steps,
 )
 from tandem.metrics.answers import ANSWERS_FILE, FOLLOWED_FILE, ROWS_FILE
 from tandem.metrics.charts import thinned
@@ -143,7 +145,8 @@ def histograms(run: RunFiles, stage: str, step: int | None) -> View:
     found["step"] = chosen.get("step")
     found["finished"] = numbers(chosen.get("finished"))
     for name in ("reward", "length", "kl"):
-        made = Histogram.of(numbers(chosen.get(name)), span=run.span(stage, name))
+        span, is_count = run.span(stage, name), name == "length"
+        made = Histogram.of(numbers(chosen.get(name)), span=span, whole=is_count)
         if made is not None:
             found["histograms"][name] = asdict(made)
     advantage = mapping_or_empty(chosen.get("advantage"))
@@ -234,20 +237,16 @@ def prompts(run: RunFiles, stage: str) -> View:
         {
             "id": name,
             "prompt": last_turn(lines[0].get("prompt"))[:_EXCERPT],
-            "evaluations": len(lines),
-            "first": lines[0].get("reward"),
-            "last": lines[-1].get("reward"),
+            "evaluations": len({line["step"] for line in lines}),
+            "first": _or_none(reward_at(lines, lines[0]["step"])),
+            "last": _or_none(reward_at(lines, lines[-1]["step"])),
         }
         for name, lines in followed.items()
     ]
     steps = sorted({int(x["step"]) for lines in followed.values() for x in lines})
     rates = []
     for step in steps[1:]:
-        pairs = [
-            (_reward(_at(lines, step)), _reward(_at(lines, steps[0])))
-            for lines in followed.values()
-        ]
-        rate = WinRate.of(pairs)
+        rate = win_rate_of_steps(followed.values(), step, steps[0])
         if rate.prompts:  # none without rewards
             rates.append({"step": step, "against": steps[0], **asdict(rate)})
     return {"stage": stage, "steps": steps, "prompts": shown, "win_rates": rates}
@@ -304,17 +303,20 @@ def _steps(run: RunFiles, stage: str) -> list[int]:
 def _evaluation(
     run: RunFiles, stage: str, step: int | None
 ) -> tuple[int | None, dict[str, Mapping[str, Any]]]:
-    """A step's answers by prompt."""
+    """A step's first answer to every prompt; of several answers with their number (`answers`) and
+    their mean reward."""
     steps = _steps(run, stage)
     if step is None:
         step = steps[-1] if steps else None
-    followed = followed_prompts(run.lines(FOLLOWED_FILE), stage)
-    found = {name: _at(lines, step) for name, lines in followed.items()}
-    return step, {name: line for name, line in found.items() if line}
-
-
-def _at(lines: Iterable[Mapping[str, Any]], step: int | None) -> Mapping[str, Any]:
-    return next((line for line in lines if line.get("step") == step), {})
+    found: dict[str, Mapping[str, Any]] = {}
+    for name, lines in followed_prompts(run.lines(FOLLOWED_FILE), stage).items():
+        answers = [line for line in lines if line["step"] == step]
+        if len(answers) == 1:
+            (found[name],) = answers
+        elif step is not None and answers:
+            mean = _or_none(reward_at(answers, step))
+            found[name] = {**answers[0], "answers": len(answers), "reward": mean}
+    return step, found
 
 
 def _reward(line: Mapping[str, Any]) -> float:
@@ -322,8 +324,12 @@ def _reward(line: Mapping[str, Any]) -> float:
     return math.nan if value is None else value
 
 
+def _or_none(reward: float) -> float | None:
+    return None if math.isnan(reward) else reward
+
+
 def _shown(line: Mapping[str, Any]) -> View:
-    names = ("text", "reward", "kl", "length", "finished", "step")
+    names = ("text", "answers", "reward", "kl", "length", "finished", "step")
     return {name: line[name] for name in names if name in line}
 
 

@@ -3,7 +3,15 @@ import random
 
 import pytest
 
-from tandem.metrics.answer_views import Histogram, WinRate, frontier, model_win_rates, wilson
+from tandem.metrics.answer_views import (
+    Histogram,
+    WinRate,
+    followed_prompts,
+    frontier,
+    model_win_rates,
+    wilson,
+    win_rate_of_steps,
+)
 from tandem.metrics.records import Record
 
 
@@ -92,3 +100,21 @@ def test_models_without_a_prompt_that_both_have_a_score_of_are_not_compared():
     scores = {"base": [0, None, 1], "sft": [None, 2, None], "ppo": ["nan", 2, None], "x": []}
     found = model_win_rates({"scores": scores})
     assert [(ours, theirs, rate.ties) for ours, theirs, rate in found] == [("ppo", "sft", 1)]
+
+
+def test_a_prompt_of_several_held_out_rows_counts_once_by_its_mean_reward():
+    rewards = {
+        "one": {0: [1.0, 5.0], 4: [4.0, 1.0]},  # means 3 and 2.5: a loss, whichever came first
+        "two": {0: [0.5], 4: [0.75]},
+        "gone": {0: ["nan", 2.0], 4: [None, 2.0]},  # of what was scored: a tie
+        "never": {0: [1.0], 4: ["nan"]},
+    }
+    lines = [
+        {"stage": "ppo", "step": step, "prompt_id": name, "reward": reward}
+        for name, steps in rewards.items()
+        for step, given in steps.items()
+        for reward in given
+    ]
+    for order in (lines, lines[::-1]):
+        rate = win_rate_of_steps(followed_prompts(order, "ppo").values(), 4, against=0)
+        assert (rate.wins, rate.ties, rate.losses) == (1, 1, 1)

@@ -306,6 +306,42 @@ def test_the_frontiers_labels_cover_nothing(
             assert not (left < x < right and top < y < bottom)
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "most", "found"),
+    [
+        (100, 100, 100, [90, 95, 100]),
+        (93.5, 100, 100, [92, 94, 96, 98, 100]),
+        (-180, 62, 100, [-200, -100, 0, 100]),
+        (0, 0, 100, [0, 0.5, 1]),
+        (0, 130, None, [0, 50, 100, 150]),
+        (-0.1, 0.9, None, [-0.25, 0, 0.25, 0.5, 0.75, 1]),
+    ],
+)
+def test_an_axis_ends_where_no_value_can_be(
+    page: Any, low: float, high: float, most: float | None, found: list[float]
+) -> None:
+    page.goto(page.address)
+    ticks = page.evaluate(
+        "async (given) => (await import('/format.js')).ticks(...given, 4)"
+        if most is None
+        else "async ([low, high, most]) => (await import('/format.js')).ticks(low, high, 4, most)",
+        [low, high] if most is None else [low, high, most],
+    )
+    assert ticks == pytest.approx(found)
+
+
+@pytest.mark.parametrize(
+    ("value", "step", "text"),
+    [(12.25, 0.25, "12.25"), (-1500, 500, "−1,500"), (0.3, 0.1, "0.3"), (1e-17, 0.1, "0")],
+)
+def test_numbers_of_an_axis_have_the_decimals_of_its_steps(
+    page: Any, value: float, step: float, text: str
+) -> None:
+    page.goto(page.address)
+    told = "async (given) => (await import('/format.js')).tickText(...given)"
+    assert page.evaluate(told, [value, step]) == text
+
+
 def test_of_ten_thousand_answers_only_those_in_sight_exist(page: Any) -> None:
     page.goto(f"{page.address}#/rollouts")
     listed = page.get_by_role("listbox")

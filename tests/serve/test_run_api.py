@@ -163,6 +163,13 @@ def test_histograms_of_all_steps_share_an_axis(client: TestClient) -> None:
     assert got(client, "/one/histograms", stage="ppo", step=99)["histograms"] == {}
 
 
+def test_every_bin_of_lengths_holds_as_many_whole_numbers(client: TestClient) -> None:
+    lengths = got(client, "/one/histograms", stage="ppo")["histograms"]["length"]
+    width = (lengths["high"] - lengths["low"]) / len(lengths["counts"])
+    assert width == pytest.approx(round(width))
+    assert lengths["low"] % 1 == 0.5
+
+
 def test_answers_are_filtered_sorted_and_paged(client: TestClient) -> None:
     found = got(client, "/one/rollouts", stage="ppo", sort="-reward", limit=2, offset=1)
     assert (found["total"], found["matched"], len(found["rows"])) == (18, 18, 2)
@@ -198,6 +205,32 @@ def test_two_steps_and_two_runs_are_compared_on_the_same_prompts(client: TestCli
     found = got(client, "/one/compare", stage="ppo", step=6, other="deep~two")
     assert found["win_rate"]["wins"] == 2
     assert found["rows"][0]["after"]["reward"] == found["rows"][0]["before"]["reward"] + 2
+
+
+def test_a_prompt_of_several_held_out_rows_is_compared_by_its_mean_reward(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (run / FOLLOWED_FILE).read_text().splitlines()]
+    again = [line | {"reward": line["reward"] + 20 * (line["step"] == 0)} for line in lines]
+    lines_of(run / FOLLOWED_FILE, lines + again)
+    with TestClient(Starlette(routes=list(routes(tmp_path)))) as client:
+        rewards = {
+            (line["prompt_id"], line["step"]): line["reward"] + 10 * (line["step"] == 0)
+            for line in lines
+        }
+        wins = sum(rewards[name, 6] > rewards[name, 0] for name, step in rewards if step == 0)
+        found = got(client, "/run/prompts", stage="ppo")
+        assert [rate["wins"] for rate in found["win_rates"]][-1] == wins
+        for prompt in found["prompts"]:
+            assert prompt["evaluations"] == 3
+            assert (prompt["first"], prompt["last"]) == (
+                rewards[prompt["id"], 0],
+                rewards[prompt["id"], 6],
+            )
+        found = got(client, "/run/compare", stage="ppo", step=0)
+        assert found["win_rate"]["wins"] == wins
+        for row in found["rows"]:
+            assert row["before"]["reward"] == rewards[row["id"], 0]
+            assert row["before"]["answers"] == 2
 
 
 def test_answers_without_rewards_have_no_win_rate(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 // Charts as SVG: lines over steps, the frontier, histograms. Keyboard: arrow keys move the cursor.
 
 import { add, h, newId, s, show } from "./dom.js";
-import { number, short, smooth, ticks } from "./format.js";
+import { number, short, smooth, ticks, tickText } from "./format.js";
 
 const HEIGHT = 210, LEFT = 52, RIGHT = 12, TOP = 12, BOTTOM = 34;
 
@@ -20,8 +20,8 @@ function responsive(draw, height = HEIGHT) {
   return holder;
 }
 
-function frame(width, height, xs, ys, whole) {
-  const yTicks = ticks(Math.min(...ys), Math.max(...ys), 4);
+function frame(width, height, xs, ys, whole, most) {
+  const yTicks = ticks(Math.min(...ys), Math.max(...ys), 4, most);
   let low = Math.min(...xs), high = Math.max(...xs);
   if (whole && low <= 0.05 * high) low = 0;
   if (!(high > low)) { low -= whole ? 0 : 0.5; high = low + 1; }
@@ -37,10 +37,10 @@ function axes(f, xLabel, yLabel) {
   const parts = [];
   for (const tick of f.yTicks) {
     parts.push(s("line", { class: "grid", x1: LEFT, x2: f.width - RIGHT, y1: f.y(tick), y2: f.y(tick) }));
-    parts.push(s("text", { class: "end", x: LEFT - 7, y: f.y(tick) + 3.5 }, short(Math.abs(tick) < 1e-12 ? 0 : tick)));
+    parts.push(s("text", { class: "end", x: LEFT - 7, y: f.y(tick) + 3.5 }, tickText(tick, f.yTicks[1] - f.yTicks[0])));
   }
   for (const tick of f.xTicks) {
-    parts.push(s("text", { class: "mid", x: f.x(tick), y: f.height - BOTTOM + 15 }, short(Math.abs(tick) < 1e-12 ? 0 : tick, 4)));
+    parts.push(s("text", { class: "mid", x: f.x(tick), y: f.height - BOTTOM + 15 }, tickText(tick, f.xTicks[1] - f.xTicks[0])));
   }
   parts.push(s("text", { class: "mid", x: (LEFT + f.width - RIGHT) / 2, y: f.height - 4 }, xLabel));
   if (yLabel) parts.push(s("text", { class: "axis", x: 4, y: TOP - 2 }, yLabel));
@@ -97,7 +97,7 @@ export function lineChart({ title, unit = "", about = "", series, alarms = [], s
     const xs = shown.flatMap((one) => [one.points[0][0], one.points.at(-1)[0]]);
     const ys = [];
     for (const one of shown) for (const [, y] of one.points) if (Number.isFinite(y)) ys.push(y);
-    const f = frame(width, height, xs, [Math.min.apply(null, bounds(ys)), Math.max.apply(null, bounds(ys))], true);
+    const f = frame(width, height, xs, [Math.min.apply(null, bounds(ys)), Math.max.apply(null, bounds(ys))], true, unit === "%" ? 100 : Infinity);
     const svg = s("svg", {
       class: "chart", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", tabindex: 0,
       "aria-label": `${title}${unit ? `, ${unit}` : ""}, over steps. The arrow keys read values.`,

@@ -45,7 +45,7 @@ export async function dataView(holder, query, { remember, left }) {
     const bar = (n) => { const fill = h("span", { class: "fill" }); fill.style.width = `${total ? (100 * n) / total : 0}%`; return h("span", { class: "meter", "aria-hidden": "true" }, fill); };
     return h("article", { class: "panel" }, h("div", { class: "head" }, h("h3", {}, set.name), h("span", { class: "soft small" }, `${total.toLocaleString("en")} rows read`)), h("p", { class: "soft small mono" }, set.path),
       h("div", { class: "columns" },
-        items("Used", entries(set.used).map(([name, n]) => h("li", {}, bar(n), h("b", {}, n.toLocaleString("en")), ` ${name}`))),
+        items("Used", entries(set.used).map(([name, n]) => h("li", {}, bar(n), h("b", {}, n.toLocaleString("en")), ` ${name.replace("heldout", "held-out")}`))),
         items("Dropped", entries(set.dropped).map(([reason, drop]) => h("li", {}, bar(drop.count), h("b", {}, drop.count.toLocaleString("en")), ` ${reason}`, drop.first?.length ? h("span", { class: "soft small" }, ` (${drop.first.slice(0, 5).join(", ")}${drop.count > drop.first.length ? ", …" : ""})`) : ""))),
         items("Not used", entries(set.unused).map(([reason, n]) => h("li", {}, bar(n), h("b", {}, n.toLocaleString("en")), ` ${reason}`))),
         items("Notes", [["duplicates", set.duplicates], ["blank lines", set.blank_lines], ...entries(set.notes), ...entries(set.extra_copies).map(([name, n]) => [`extra copies by weight in ${name}`, n])].filter(([, n]) => n).map(([what, n]) => h("li", {}, h("b", {}, n.toLocaleString("en")), ` ${what}`)))));

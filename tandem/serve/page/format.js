@@ -22,6 +22,15 @@ export function short(value, digits = 3) {
   return text.replace("-", "−");
 }
 
+/** A number on an axis whose ticks are `step` apart, with the decimals that tell them apart. */
+export function tickText(value, step) {
+  if (Math.abs(value) < step * 1e-6) return "0";
+  if (Math.abs(value) >= 1e5 || !(step >= 1e-4)) return short(value, 4);
+  let decimals = 0;
+  while (decimals < 6 && Math.abs(step * 10 ** decimals - Math.round(step * 10 ** decimals)) > 1e-6) decimals += 1;
+  return value.toLocaleString("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals }).replace("-", "−");
+}
+
 /** "1 token", "2 tokens". */
 export function counted(count, noun, plural = `${noun}s`) {
   return `${typeof count === "number" ? count.toLocaleString("en") : count} ${count === 1 ? noun : plural}`;
@@ -54,8 +63,10 @@ export function when(seconds) {
   return new Date(seconds * 1000).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" });
 }
 
-/** Round, evenly spaced numbers around low..high. */
-export function ticks(low, high, count = 5) {
+/** Round, evenly spaced numbers around low..high: none below 0 where nothing is, nor above `most`,
+ * which no value can exceed. */
+export function ticks(low, high, count = 5, most = Infinity) {
+  const floor = low >= 0 ? 0 : -Infinity, roof = high <= most ? most : Infinity;
   let span = high - low;
   if (!(span > Math.abs(high) * 1e-9)) {
     const pad = Math.abs(high) * 0.1 || 1;
@@ -65,7 +76,7 @@ export function ticks(low, high, count = 5) {
   const step = [1, 2, 2.5, 5, 10].map((m) => m * magnitude).find((x) => span / x <= count);
   const found = [];
   for (let n = Math.floor(low / step + 1e-9); n <= Math.ceil(high / step - 1e-9); n += 1) found.push(n * step);
-  return found;
+  return found.filter((n) => n >= floor && n <= roof);
 }
 
 /** Running mean: `amount` from 0 (none) to 0.99, debiased at the start as trackers do. */
