@@ -14,6 +14,8 @@ PAPER_BETAS = {
     "cdpo": 0.1,
     "robust": 0.1,
     "ipo": 0.1,
+    "apo-zero": 0.1,
+    "apo-down": 0.1,
     "simpo": 2.0,
     "orpo": 0.1,
 }
@@ -30,11 +32,12 @@ class DPOConfig(SupervisedConfig):
 
     learning_rate: float = knob(1e-6, gt=0, common=STEPS)
     """Peak learning rate of full weights. SimPO's paper uses 3e-7 to 1e-6, ORPO's 8e-6."""
-    loss: Literal["sigmoid", "cdpo", "robust", "ipo", "simpo", "orpo"] = knob(
-        "sigmoid", common=("pairs", "rl")
+    loss: Literal["sigmoid", "cdpo", "robust", "ipo", "apo-zero", "apo-down", "simpo", "orpo"] = (
+        knob("sigmoid", common=("pairs", "rl"))
     )
     """sigmoid is DPO; cdpo and robust assume that a share dpo.label_smoothing of the labels is
-    wrong; ipo is a squared error; simpo and orpo need no reference and load none."""
+    wrong; ipo is a squared error; apo-zero makes chosen answers likelier, apo-down both less likely
+    (chosen ones that are worse than the policy's own); simpo and orpo load no reference."""
     beta: float = knob(0.0, ge=0, common=("pairs", "rl"))
     """Strength of the pull towards the reference; for simpo the scale of the reward, for orpo the
     weight lambda of the odds ratio. 0: the value of the loss's paper (simpo 2, the others 0.1)."""

@@ -36,6 +36,9 @@ class SFTConfig(SupervisedConfig):
     """Train on the assistant's tokens only, or on every token. Plain text rows always train on
     every token. DeepSpeed-Chat trains on prompts too, which teaches the model to write the user's
     turns."""
+    loss: Literal["nll", "dft"] = knob("nll")
+    """nll: -log p of every token. dft (arXiv:2508.05629): that times p, as a constant, so that
+    tokens which the model finds unlikely pull less."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,10 @@ METRICS: tuple[Metric, ...] = (
         "reports measure the cross-entropy per token of policies.",
         "falls with the loss",
         title="held-out cross-entropy", chart="Loss", column="loss")),
+    Metric("dft_loss", "nats", _TEXT, "",
+        "Mean of -p log p per trained token, p its probability before the update: the loss of "
+        "sft.loss dft.", "0 to 0.37; rises while unlikely tokens become possible, then falls",
+        source="arXiv:2508.05629"),
     Metric("perplexity", "ratio", _TEXT, "lower", "exp(loss).", "falls", chart="Perplexity"),
     *_and_by_dataset(Metric("heldout_perplexity", "ratio", _TEXT, "lower",
         "exp(heldout_loss).", "falls; a rise means overfitting", chart="Perplexity", column="ppl",

@@ -21,6 +21,15 @@ def sft_loss(logprobs: Tensor, mask: Tensor) -> Tensor:
     return -masked_sum(logprobs, mask)
 
 
+def dft_loss(logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Dynamic fine-tuning: `sft_loss` with each token weighted by its own probability, which has no
+    gradient, so that unlikely tokens pull less. Denominator: the tokens in `mask` (B, T).
+
+    Source: arXiv:2508.05629, the loss of a token -sg(p) log p.
+    """
+    return -masked_sum(logprobs.detach().exp() * logprobs, mask)
+
+
 @dataclass(frozen=True, slots=True)
 class PairwiseLoss:
     """Sums over pairs: the loss (with gradient), wins, margins, and the centering penalty."""

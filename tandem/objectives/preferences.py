@@ -19,7 +19,7 @@ from tandem.objectives.losses import dpo_loss, wins_of
 from tandem.objectives.masked import require_same_shape
 
 _LOG_2 = 0.6931471805599453
-PairLossName = Literal["sigmoid", "cdpo", "robust", "ipo", "simpo", "orpo"]
+PairLossName = Literal["sigmoid", "cdpo", "robust", "ipo", "apo-zero", "apo-down", "simpo", "orpo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,8 @@ def pair_loss(
         cdpo     the same, for e > 0                                     E. Mitchell, "cDPO" (2023)
         robust   [(1 - e) L(d) - e L(-d)] / (1 - 2 e), L of sigmoid      arXiv:2403.00409
         ipo      (d - 1 / (2 beta))^2, d per token if `average`          arXiv:2310.12036 eq. 17
+        apo-zero sigmoid(-beta h(chosen)) + sigmoid(beta h(rejected))    arXiv:2408.06266
+        apo-down sigmoid(beta h(chosen)) + sigmoid(-beta d)              the same; h = log-ratio
         simpo    -log sigmoid(beta (p_chosen - p_rejected) - gamma)      arXiv:2405.14734 eq. 6
         orpo     -p_chosen - beta log sigmoid(o_chosen - o_rejected),    arXiv:2403.07691 eq. 6, 7
                  o = p - log(1 - e^p), the log odds of a token
@@ -96,10 +98,10 @@ def pair_loss(
             the answer).
     A tie counts as half a win.
     """
-    if name in ("sigmoid", "cdpo", "robust", "ipo"):
-        found = _against_reference(name, chosen, rejected, beta, label_smoothing, average)
-    else:
+    if name in ("simpo", "orpo"):
         found = _without_reference(name, chosen, rejected, beta, gamma)
+    else:
+        found = _against_reference(name, chosen, rejected, beta, label_smoothing, average)
     if sft_coef:
         found = replace(found, loss=found.loss - sft_coef * chosen.mean.sum())
     return found
@@ -173,15 +175,20 @@ def _against_reference(
         )
         return PairLoss(found.loss, found.accuracy, found.chosen_reward, found.rejected_reward)
     ratios = chosen.log_ratio, rejected.log_ratio
+    if name == "ipo" and average:
+        ratios = ratios[0] / chosen.tokens, ratios[1] / rejected.tokens
+    rewards = beta * ratios[0], beta * ratios[1]
+    margin = rewards[0] - rewards[1]
     if name == "robust":
-        margin = beta * ratios[0] - beta * ratios[1]
         plain, swapped = -F.logsigmoid(margin), -F.logsigmoid(-margin)
         losses = ((1 - smoothing) * plain - smoothing * swapped) / (1 - 2 * smoothing)
-        return _pair_loss(losses, beta * ratios[0], beta * ratios[1])
-    if average:
-        ratios = ratios[0] / chosen.tokens, ratios[1] / rejected.tokens
-    losses = (ratios[0] - ratios[1] - 1 / (2 * beta)).square()
-    return _pair_loss(losses, beta * ratios[0], beta * ratios[1])
+    elif name == "ipo":
+        losses = (ratios[0] - ratios[1] - 1 / (2 * beta)).square()
+    elif name == "apo-zero":
+        losses = torch.sigmoid(-rewards[0]) + torch.sigmoid(rewards[1])
+    else:
+        losses = torch.sigmoid(rewards[0]) + torch.sigmoid(-margin)
+    return _pair_loss(losses, *rewards)
 
 
 def _pair_loss(losses: Tensor, chosen_reward: Tensor, rejected_reward: Tensor) -> PairLoss:

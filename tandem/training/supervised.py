@@ -48,10 +48,6 @@ Loss = Callable[[Sequence[Row]], tuple[Tensor, Mapping[str, Tensor]]]
 """Rows of one micro-batch to the loss as a sum, and other sums by metric name."""
 
 
-def _nothing(means: Mapping[str, float]) -> dict[str, float]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class Objective(Generic[Row]):
     """What a stage learns from its rows.
@@ -61,7 +57,7 @@ class Objective(Generic[Row]):
     loss: of one micro-batch.
     ends: the loss is of the sequences' last states (a reward model's), not of their responses.
     scoring_passes: forwards beside the trained one (DPO's reference), for TFLOP/s.
-    derived: more metrics, computed from a step's means.
+    metrics: what is logged of a step, from its means.
     per_step: makes the loss of one optimizer step, and metrics, from all of its rows, if `loss`
         needs a number of the whole step (KTO's baseline); `rehearse` then uses `loss` alone. Called
         once per step on every rank, without gradient.
@@ -72,7 +68,7 @@ class Objective(Generic[Row]):
     loss: Loss[Row]
     ends: bool = False
     scoring_passes: int = 0
-    derived: Callable[[Mapping[str, float]], Mapping[str, float]] = field(default=_nothing)
+    metrics: Callable[[Mapping[str, float]], Mapping[str, float]] = field(default=dict)
     per_step: Callable[[Sequence[Row]], tuple[Loss[Row], Mapping[str, float]]] | None = None
 
     def tokens(self, row: Row) -> int:
@@ -205,9 +201,8 @@ class SupervisedTrainer(Generic[Row]):
                 (means,) = update.learn(self.learner, [term])
         norms = list(update.grad_norms.values())  # none if an fp16 step overflowed
         return {
-            **means,
+            **objective.metrics(means),
             **of_step,
-            **objective.derived(means),
             **({"grad_norm": norms[0]} if norms else {}),
             **update.scaling,
             "learning_rate": learning_rate,

@@ -208,7 +208,7 @@ def test_a_key_with_the_same_meaning_is_read_with_one_note(
         ("kto", "--label_key l", "Use --columns: write label=COLUMN"),
         ("grpo", "--label_key l", "Use --scoring.answer-column: the column with a row's referen"),
         ("grpo", "--soft_punish_cache 9", "Use --grpo.overlong-penalty and --grpo.overlong-buffer"),
-        ("sft", "--loss_type nll", "SFT learns the negative log-likelihood alone; remove it"),
+        ("sft", "--loss_type nll", "Use --sft.loss: nll or dft"),
         ("online-dpo", "--beta 0.1", "Use --dpo.beta: the same value"),
         ("grpo", "--critic.grad_clip 1", "Use --ppo.critic.max-grad-norm: the same value"),
         ("ppo", "--algorithm.kl_ctrl.target_kl 1", "Use --ppo.kl-coef-target: in nats per answer"),

@@ -9,6 +9,7 @@ import torch
 
 from tandem.errors import ShapeError
 from tandem.objectives.losses import (
+    dft_loss,
     dpo_loss,
     explained_variance,
     pairwise_loss,
@@ -22,6 +23,20 @@ def test_sft_loss_counts_eos_though_it_equals_the_pad() -> None:
     logprobs = torch.tensor([[0.0, -1.0, -2.0, -99.0]])
     mask = torch.tensor([[False, True, True, False]])  # index 2 is EOS, index 3 a pad of that id
     assert sft_loss(logprobs, mask).item() == 3.0
+
+
+def test_dft_loss_weighs_each_token_by_its_probability_without_a_gradient() -> None:
+    logprobs = (-3 * torch.rand(3, 4)).requires_grad_()
+    mask = torch.rand(3, 4) < 0.7
+    loss = dft_loss(logprobs, mask)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    expected = 0.0
+    for i in range(3):
+        for t in range(4):
+            p = math.exp(logprobs[i, t].item()) if mask[i, t] else 0.0
+            expected -= p * logprobs[i, t].item()
+            assert gradient[i, t].item() == pytest.approx(-p)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_value_loss_equals_a_slow_loop() -> None:

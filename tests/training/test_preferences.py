@@ -93,7 +93,7 @@ def ranked(tmp_path: Path, preferences: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("loss", ["ipo", "simpo", "orpo", "cdpo", "robust"])
+@pytest.mark.parametrize("loss", ["ipo", "simpo", "orpo", "cdpo", "robust", "apo-zero", "apo-down"])
 def test_a_loss_by_name_trains_and_a_reference_is_loaded_only_where_it_is_read(
     tmp_path: Path, tiny_model: str, preferences: str, loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
