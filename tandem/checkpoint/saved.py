@@ -42,7 +42,6 @@ class PieceFiles:
         self.layout = layout
         self.world = world
         self.bytes_read = 0
-        self.bytes_sent = 0
         self._holders = {rank: frozenset(holders(rank)) for rank in range(layout.ranks)}
         self._folder_of = folder_of
         self._open: dict[Path, Any] = {}
@@ -95,7 +94,6 @@ class PieceFiles:
             else torch.empty(0, dtype=torch.uint8)
             for rank, rows in enumerate(plan)
         ]
-        self.bytes_sent += sum(map(len, sends))
         mine = plan[world.rank]
         counts = [0] * world.size
         for reader, _, begin, end in mine:

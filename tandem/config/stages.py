@@ -373,11 +373,6 @@ def policy_folders() -> dict[str, str]:
     return {policy.label: stage.folder_of(policy) for stage in STAGES for policy in stage.policies}
 
 
-def policy_stages() -> list[str]:
-    """The stages that produce a policy, in order."""
-    return [stage.name for stage in STAGES if stage.policies]
-
-
 def latest_first() -> list[str]:
     """The labels of policies: each stage's main one, the last stage's first; then the others."""
     main = [stage.policies[0].label for stage in reversed(STAGES) if stage.policies]

@@ -92,38 +92,22 @@ class Alarm:
     advice: str
 
 
-def check_alarms(
-    stage: str, history: Sequence[Record], thresholds: Mapping[str, float] | None = None
-) -> list[Alarm]:
-    """The alarms that the last record of `history` raises.
+def check_alarms(records: Sequence[Record], thresholds: Mapping[str, float]) -> list[Alarm]:
+    """The alarms that the last of a stage's records raises; the cost does not grow with their
+    number.
 
     Args:
-        stage: the stage whose rules apply.
-        history: the stage's records, oldest first; records of other stages are ignored.
-        thresholds: instead of the published ones, by alarm name.
+        records: all of one stage, at least one, oldest first.
+        thresholds: in place of the published ones, by alarm name.
     Raises:
-        ConfigError: unknown stage, or a threshold for an unknown alarm.
+        ConfigError: a threshold for an unknown alarm.
     """
-    own = thresholds or {}
-    _require_known(own)
-    name = stage_of(stage).name
-    if not history or history[-1].stage != name:
-        return []
-    return raised_by([record for record in history if record.stage == stage], own)
-
-
-def _require_known(thresholds: Mapping[str, float]) -> None:
     for name in thresholds:
         if name not in {rule.name for rule in ALARMS}:
             raise ConfigError(
                 f"thresholds must name alarms of tandem.metrics.alarms; got {name!r}. "
                 f"Use one of {', '.join(rule.name for rule in ALARMS)}."
             )
-
-
-def raised_by(records: Sequence[Record], thresholds: Mapping[str, float]) -> list[Alarm]:
-    """`check_alarms` of one stage's records, at a cost that does not grow with their number."""
-    _require_known(thresholds)
     stage, last, alarms = records[-1].stage, History(records, len(records)), []
     family, rewarded = stage_of(stage).family, stage_of(stage).rewarded
     for rule in ALARMS:

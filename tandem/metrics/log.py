@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from tandem.config.stages import stage_of
 from tandem.files import append
-from tandem.metrics.alarms import Alarm, raised_by
+from tandem.metrics.alarms import Alarm, check_alarms
 from tandem.metrics.answers import ANSWER_FILES, LINE_FILES, AnswerLines
 from tandem.metrics.console import StageConsole
 from tandem.metrics.names import find_metric
@@ -172,7 +172,7 @@ class MetricLog:
             sink.write(step, numbers)
         if self._console:
             self._console.line(step, numbers)
-        alarms = raised_by(self._history, self._thresholds)
+        alarms = check_alarms(self._history, self._thresholds)
         for alarm in alarms:
             self.alarm(alarm)
         return alarms

@@ -99,16 +99,6 @@ def gathered_to(tensor: Tensor, rank: int) -> Tensor | None:
     return full[: tensor.shape[0]]
 
 
-def piece_like(full: Tensor | Saved, like: Tensor) -> Tensor:
-    """`full` split as `like` is.
-
-    Args:
-        full: the same whole tensor on every rank, on any device; or a saved one.
-    """
-    part = part_of(full, like).to(like.device)
-    return as_piece(part.clone(), like) if isinstance(like, DTensor) else part
-
-
 def as_piece(piece: Tensor, like: Tensor) -> Tensor:
     """A tensor split as `like` is, from this rank's piece, and on the piece's device."""
     if not isinstance(like, DTensor):

@@ -14,7 +14,7 @@ from tandem.checkpoint.folder import read_manifest
 from tandem.checkpoint.saver import Saver
 from tandem.checkpoint.state import State, load_newest_state
 from tandem.errors import TandemError
-from tandem.parallel.dtensor import gathered_to, piece_like
+from tandem.parallel.dtensor import gathered_to, part_of
 from tandem.parallel.world import World
 from tests.ranks import on_ranks
 
@@ -51,8 +51,8 @@ def load(world: World, folder: Path) -> tuple[int, list[str]]:
     expected = split_state(world).tensors["actor"]
     for name, tensor in whole_tensors().items():
         assert torch.equal(state.tensors["actor"][name].whole(), tensor)
-        mine = piece_like(state.tensors["actor"][name], expected[name])
-        assert torch.equal(mine.to_local(), expected[name].to_local())  # type: ignore[attr-defined]
+        mine = part_of(state.tensors["actor"][name], expected[name])
+        assert torch.equal(mine, expected[name].to_local())  # type: ignore[attr-defined]
     assert torch.equal(state.tensors["actor"]["plain 3"].whole(), torch.full((10,), 3.0))
     assert state.tensors["scaler"]["n"].whole() == 5
     return state.step, notes

@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import start_processes
 from transformers import LlamaForCausalLM
 
 from tandem.errors import CheckpointError, ModelError
-from tandem.parallel.dtensor import local, piece_like, whole
+from tandem.parallel.dtensor import local, part_of, whole
 from tandem.parallel.lanes import StreamLane, Waiting
 from tandem.parallel.masters import MasterAdamW
 from tandem.parallel.shard import ShardPlan, Shards, shard, shards_of
@@ -399,8 +399,8 @@ def train_spread(world: World, stage: int, dtype: torch.dtype = torch.float32) -
     for p in ordered(model):
         assert isinstance(p, DTensor) == shards.is_split
         for value in optimizer.state[p].values():
-            again = piece_like(whole(value), p) if value.dim() else value
-            assert torch.equal(local(again), local(value)), "what is saved lies as what is loaded"
+            again = part_of(whole(value), p) if value.dim() else value
+            assert torch.equal(again, local(value)), "what is saved lies as what is loaded"
     return {
         "losses": losses,
         "norms": norms,
