@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -152,25 +152,19 @@ def add_lora(
         attach_token_rows(model, rows)
         train_adapters(model)
         start_token_rows(model)
-    start_adapters(model, seed)
+    _start_adapters(model, seed)
     return names
 
 
 @torch.no_grad()
-def start_adapters(
-    model: nn.Module, seed: int, put: Callable[[Tensor, Tensor], object] = Tensor.copy_
-) -> None:
-    """Initialize A from `seed`, and B to zeros.
-
-    Args:
-        put: copies a whole tensor into a parameter, which may be sharded.
-    """
+def _start_adapters(model: nn.Module, seed: int) -> None:
+    """Initialize A from `seed`, and B to zeros."""
     generator = torch.Generator().manual_seed(seed)
     for _, layer in lora_layers(model):
         start = torch.empty(layer.lora_A.weight.shape)
         nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=generator)
-        put(layer.lora_A.weight, start)
-        put(layer.lora_B.weight, torch.zeros(layer.lora_B.weight.shape))
+        layer.lora_A.weight.copy_(start)
+        layer.lora_B.weight.zero_()
 
 
 def attach_adapters(

@@ -65,10 +65,10 @@ class QuantizedAllGather(_Allocates):
     comes as bytes).
     """
 
-    def __init__(self, numels: Sequence[int], ranks: int, code: BlockCode = INT8) -> None:
+    def __init__(self, numels: Sequence[int], ranks: int) -> None:
         """`numels`: `shard_numels` of the unit; `ranks`: of the whole data-parallel group."""
         self.ranks = ranks
-        self._message = Message(code, numels)
+        self._message = Message(INT8, numels)
 
     def __call__(
         self,

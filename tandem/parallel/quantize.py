@@ -66,7 +66,7 @@ def shard_numels(parameters: Sequence[nn.Parameter], ranks: int) -> tuple[int, .
 
 
 @torch.no_grad()
-def through_codes(model: nn.Module, ranks: int, code: BlockCode = INT8) -> None:
+def through_codes(model: nn.Module, ranks: int) -> None:
     """Round whole weights as `QuantizedAllGather` from `ranks` pieces would; in place. Every rank's
     piece of every parameter starts a new block."""
     for parameter in model.parameters():
@@ -75,7 +75,7 @@ def through_codes(model: nn.Module, ranks: int, code: BlockCode = INT8) -> None:
         (numel,) = shard_numels([parameter], ranks)
         rows = parameter.new_zeros(ranks * numel)
         rows[: parameter.numel()] = parameter.detach().reshape(-1)
-        message = Message(code, [numel])
+        message = Message(INT8, [numel])
         read = torch.empty_like(rows.view(ranks, numel))
         message.read_into(message.write(rows.view(ranks, numel)), read)
         parameter.data.copy_(read.view(-1)[: parameter.numel()].view_as(parameter))

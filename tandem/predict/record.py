@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,18 +82,15 @@ def add_outcomes(folder: Path, outcomes: Iterable[Outcome]) -> None:
     append(path, lines.encode())
 
 
-def _on_stderr(line: str) -> None:
-    print(line, file=sys.stderr)
-
-
-def read_outcomes(folder: Path, say: Callable[[str], None] = _on_stderr) -> list[Outcome]:
-    """A run's outcomes, the last of each stage and phase. Damaged lines are left out, and `say`
-    gets their number; half a last line is what a killed run leaves."""
+def read_outcomes(folder: Path) -> list[Outcome]:
+    """A run's outcomes, the last of each stage and phase. Damaged lines are left out, and
+    their number is printed on stderr; half a last line is what a killed run leaves."""
     damaged: list[str] = []
     found = read_lines(folder / PREDICTIONS_FILE, _outcome, damaged)
     if damaged:
         lines = counted(len(damaged), "damaged line")
-        say(f"warning: {visible(str(folder / PREDICTIONS_FILE))}: left out {lines}")
+        path = visible(str(folder / PREDICTIONS_FILE))
+        print(f"warning: {path}: left out {lines}", file=sys.stderr)
     return list({(outcome.stage, outcome.phase): outcome for outcome in found}.values())
 
 

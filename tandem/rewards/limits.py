@@ -37,17 +37,15 @@ def adopt_orphans() -> None:
     _call("prctl", _PR_SET_CHILD_SUBREAPER, 1)
 
 
-def isolate(*, network: bool = False) -> bool:
+def isolate() -> bool:
     """Move this process's future children into a process namespace of their own, without network.
 
     The first child is the namespace's init: when it dies, everything in it dies.
 
-    Args:
-        network: keep the network.
     Returns:
         whether the kernel allowed it.
     """
-    return _call("unshare", _CLONE_NEWUSER | _CLONE_NEWPID | (0 if network else _CLONE_NEWNET))
+    return _call("unshare", _CLONE_NEWUSER | _CLONE_NEWPID | _CLONE_NEWNET)
 
 
 @cache

@@ -154,7 +154,7 @@ def read_prompts(value: Any) -> list[Prompt]:
     return prompts
 
 
-def read_messages(value: Any, name: str = "messages") -> list[Message]:
+def read_messages(value: Any) -> list[Message]:
     """Turns as OpenAI's clients write them; `developer` is `system`.
 
     Raises:
@@ -162,30 +162,33 @@ def read_messages(value: Any, name: str = "messages") -> list[Message]:
     """
     if not isinstance(value, list) or not value:
         advice = 'Send e.g. "messages": [{"role": "user", "content": "Hi"}].'
-        raise fields.wrong(name, "be a list of at least one turn", value, advice)
-    return [_message(turn, f"{name}[{i}]", name) for i, turn in enumerate(value)]
+        raise fields.wrong("messages", "be a list of at least one turn", value, advice)
+    return [_message(turn, f"messages[{i}]") for i, turn in enumerate(value)]
 
 
-def _message(turn: Any, where: str, name: str) -> Message:
+def _message(turn: Any, where: str) -> Message:
     if not isinstance(turn, dict):
-        raise ApiError(f"{where} must be an object; got {fields.shown(turn)}.", name)
+        raise ApiError(f"{where} must be an object; got {fields.shown(turn)}.", "messages")
     role = turn.get("role")
     role = "system" if role == "developer" else role
     if not isinstance(role, str) or role not in get_args(Role):
         known = ", ".join((*get_args(Role), "developer"))
-        raise ApiError(f"{where}.role must be one of {known}; got {fields.shown(role)}.", name)
+        raise ApiError(
+            f"{where}.role must be one of {known}; got {fields.shown(role)}.", "messages"
+        )
     if turn.get("function_call") or turn.get("audio"):
         raise ApiError(
-            f"{where} must be text or tool_calls; function_call and audio are not supported.", name
+            f"{where} must be text or tool_calls; function_call and audio are not supported.",
+            "messages",
         )
-    calls, thoughts = _calls(turn, where, name), _thoughts(turn, where, name)
+    calls, thoughts = _calls(turn, where), _thoughts(turn, where)
     content = turn.get("content")
     if (calls or thoughts) and content is None:
         content = ""
     if isinstance(content, list):
-        content = "".join(_part(part, where, name) for part in content)
+        content = "".join(_part(part, where) for part in content)
     if not isinstance(content, str):
-        raise ApiError(f"{where}.content must be a text; got {fields.shown(content)}.", name)
+        raise ApiError(f"{where}.content must be a text; got {fields.shown(content)}.", "messages")
     if thoughts:
         content = in_content(thoughts, content)
     if role != "tool":
@@ -194,40 +197,43 @@ def _message(turn: Any, where: str, name: str) -> Message:
     for word in words:
         if not isinstance(word, str):
             raise ApiError(
-                f"{where}: tool_call_id and name must be texts; got {fields.shown(word)}.", name
+                f"{where}: tool_call_id and name must be texts; got {fields.shown(word)}.",
+                "messages",
             )
     return Message("tool", content, True, "", *words)
 
 
-def _calls(turn: Mapping[str, Any], where: str, name: str) -> str:
+def _calls(turn: Mapping[str, Any], where: str) -> str:
     """The calls of a turn, as JSON text."""
     if not turn.get("tool_calls"):
         return ""
     if turn["role"] != "assistant":
-        raise ApiError(f"{where} must have no tool_calls: only the assistant's may.", name)
+        raise ApiError(f"{where} must have no tool_calls: only the assistant's may.", "messages")
     try:
         return tools.read_calls(turn["tool_calls"], "tool_calls", 1)
     except RowProblem as problem:
         raise ApiError(
             f"{where}.{problem.field} must {problem.expected}; got "
             f"{problem.found.removesuffix(' in turn 1')}.",
-            name,
+            "messages",
         ) from None
 
 
-def _thoughts(turn: Mapping[str, Any], where: str, name: str) -> str:
+def _thoughts(turn: Mapping[str, Any], where: str) -> str:
     """The thoughts of a turn, under a key of their own; "" without."""
     given = [key for key in FIELDS if turn.get(key)]
     for key in given:
         if turn["role"] != "assistant":
-            raise ApiError(f"{where} must have no {key}: only the assistant's may.", name)
+            raise ApiError(f"{where} must have no {key}: only the assistant's may.", "messages")
         if not isinstance(turn[key], str):
-            raise ApiError(f"{where}.{key} must be a text; got {fields.shown(turn[key])}.", name)
+            raise ApiError(
+                f"{where}.{key} must be a text; got {fields.shown(turn[key])}.", "messages"
+            )
     try:
         return thoughts_of(turn)
     except RowProblem as problem:
         raise ApiError(
-            f"{where}.{given[0]} must {problem.expected}; got {problem.found}.", name
+            f"{where}.{given[0]} must {problem.expected}; got {problem.found}.", "messages"
         ) from None
 
 
@@ -245,7 +251,7 @@ def read_tools(body: Mapping[str, Any]) -> str:
         raise ApiError(f"tools must {problem.expected}; got {problem.found}.", "tools") from None
 
 
-def _part(part: Any, where: str, name: str) -> str:
+def _part(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else None
@@ -254,7 +260,7 @@ def _part(part: Any, where: str, name: str) -> str:
         raise ApiError(
             f"{where}.content must hold text parts only; got {fields.shown(part)}. Images, audio "
             "and files are not supported.",
-            name,
+            "messages",
         )
     return written
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from tandem.training.stage_data import StepRows, prepare_rows
 from tandem.types import PairRow, PromptRow
 
 
-def demo(output_dir: str, console: Console | None = None) -> dict[str, dict[str, float]]:
+def demo(output_dir: str) -> dict[str, dict[str, float]]:
     """Run the demo in `output_dir`, judge its models, and show some of their answers.
 
     Returns:
@@ -40,11 +39,10 @@ def demo(output_dir: str, console: Console | None = None) -> dict[str, dict[str,
     Raises:
         CheckpointError: the folder is not a run's, or cannot be written.
     """
-    console = console or Console()
+    console = Console()
     require_run_folder(Path(output_dir))
-    config = demo_config(output_dir)
     base = Path(output_dir) / "base"
-    config = replace(config, actor_model=str(base))
+    config = demo_config(output_dir, str(base))
     if not (base / "config.json").exists():
         tokenizer = build_tokenizer()
         save_model(new_causal_lm(model_config(tokenizer), seed=config.seed), tokenizer, base)

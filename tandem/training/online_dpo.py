@@ -48,7 +48,7 @@ from tandem.training.policy_functions import named_pair_losses
 from tandem.training.ppo import first_answers, reward_source, save_engine
 from tandem.training.reference import halves
 from tandem.training.reward_function import columns_given, rewards_of
-from tandem.training.rollout_source import RolloutSource, SingleTurn
+from tandem.training.rollout_source import SingleTurn
 from tandem.training.run_folder import Run
 from tandem.training.stage_data import StepRows
 from tandem.training.stage_loop import StageJob, StepLoop
@@ -115,13 +115,8 @@ class OnlineDPO:
         rewards: RewardFunctions | None,
         num_steps: int,
         run: Run,
-        source: RolloutSource | None = None,
     ) -> None:
-        """
-        Args:
-            num_steps: rollouts that the learning rate's schedule lasts.
-            source: where answers come from; None: one turn of the engine's policy.
-        """
+        """`num_steps`: rollouts that the learning rate's schedule lasts."""
         self.engine = engine
         self.phases = Phases()
         self.thresholds: Mapping[str, float] = {}
@@ -129,7 +124,7 @@ class OnlineDPO:
         self._rows = rows
         self._rewards = rewards
         self._given = named_pair_losses(run.config.dpo)
-        self._source = source or SingleTurn(engine)
+        self._source = SingleTurn(engine)
         self._kept = AnswerKeeper(engine.tokenizer, run.config.log.record_answers)
         self.followed = self._kept.followed
         self._budget = MicroBatchBudget(engine.settings, engine.world, run.print_line)

@@ -324,9 +324,9 @@ def test_model_is_a_small_llama_with_grouped_queries_and_tied_embeddings(
 
 
 def test_demo_knobs_are_valid_and_fit_every_row(tokenizer: PreTrainedTokenizerFast) -> None:
-    config = demo_config("runs/demo", "runs/demo/start")
+    config = demo_config("runs/demo", "runs/demo/base")
     check_config(config)
-    assert (config.output_dir, config.actor_model) == ("runs/demo", "runs/demo/start")
+    assert (config.output_dir, config.actor_model) == ("runs/demo", "runs/demo/base")
     renderer = Renderer(tokenizer)
     longest_prompt = longest = longest_answer = 0
     for row in rows(4000, seed=1):
@@ -343,7 +343,7 @@ def test_demo_knobs_are_valid_and_fit_every_row(tokenizer: PreTrainedTokenizerFa
 
 
 def test_demo_data_is_split_without_leaks() -> None:
-    config = demo_config("runs/demo")
+    config = demo_config("runs/demo", "runs/demo/base")
     data = load_data(config.dataset, config.data, seed=config.seed)
     steps = (data.texts, data.pairs, data.prompts, data.heldout)
     prompts = [{opening(sample) for sample in step} for step in steps]

@@ -23,11 +23,11 @@ from tandem.yaml_text import shipped_table
 __all__ = ["Judgement", "build_tokenizer", "demo_config", "judge", "model_config", "rows"]
 
 
-def demo_config(output_dir: str, actor_model: str = "") -> RunConfig:
+def demo_config(output_dir: str, actor_model: str) -> RunConfig:
     """The configuration of `tandem demo`.
 
     Args:
-        actor_model: folder of a model with new weights, made with `model_config` and
+        actor_model: the folder of a model with new weights, made with `model_config` and
             `build_tokenizer`.
     """
     knobs = shipped_table(Path(__file__).with_name("demo.yaml"))

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PAD, SYSTEM, USER, ASSISTANT, END = "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
+_CONTEXT = 256  # tokens
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -26,19 +27,14 @@ CHAT_TEMPLATE = (
 """Each turn is its role's token, its text and <|end|>."""
 
 
-def build_tokenizer(
-    vocab_size: int = 640, num_rows: int = 2000, seed: int = 0, model_max_length: int = 256
-) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with a chat template, the same for the same arguments.
+def build_tokenizer(vocab_size: int = 640) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with a chat template, always the same for a size.
 
     It encodes any text without loss. EOS is <|end|>, which ends every turn; padding has its own
     token; there is no BOS.
 
     Args:
         vocab_size: 5 control tokens, 256 bytes, the rest merges.
-        num_rows: rows of the data set that the merges are learned from.
-        seed: the data set's seed.
-        model_max_length: the model's context, in tokens.
     """
     from transformers import PreTrainedTokenizerFast  # seconds, which the rows do not need
 
@@ -51,13 +47,13 @@ def build_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(num_rows, seed), trainer)
+    tokenizer.train_from_iterator(_texts(), trainer)
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=END,
         additional_special_tokens=[SYSTEM, USER, ASSISTANT],
-        model_max_length=model_max_length,
+        model_max_length=_CONTEXT,
         clean_up_tokenization_spaces=False,
     )
     wrapped.chat_template = CHAT_TEMPLATE
@@ -70,7 +66,7 @@ def model_config(
     hidden_size: int = 128,
     num_layers: int = 2,
     num_heads: int = 4,
-    context: int = 256,
+    context: int = _CONTEXT,
 ) -> LlamaConfig:
     """A Llama of about 0.4 million parameters for `tokenizer`: tied embeddings, grouped queries
     (two heads per key and value head) and a context of `context` tokens."""
@@ -93,6 +89,7 @@ def model_config(
     )
 
 
-def _texts(num_rows: int, seed: int) -> Iterable[str]:
-    for row in rows(num_rows, seed):
+def _texts() -> Iterable[str]:
+    """What the merges are learned from."""
+    for row in rows(2000, 0):
         yield from (row["prompt"], row["chosen"])
