@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tandem.errors import ShapeError
 from tandem.message import Answer as Answer
@@ -76,6 +76,11 @@ class Sample:
     def sources(self) -> tuple[Source, ...]:
         """All rows that it was made of."""
         return tuple(chain.from_iterable(self.rows)) or (self.source,)
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether it has a better and a worse answer."""
+        return self.chosen is not None and self.rejected is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +346,7 @@ class Rollout:
     responses: tuple[str, ...]
     group: Tensor
     rank_seconds: tuple[float, ...] = ()
+    PER_TOKEN: ClassVar = ("rollout_logprobs", "sampled_logprobs", "rollout_entropy")
 
     def __len__(self) -> int:
         return len(self.batch)

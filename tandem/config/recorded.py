@@ -18,19 +18,20 @@ from tandem.config.schema import RunConfig
 ENVIRONMENT_FILE = "environment.json"
 """Of a run's folder."""
 _FOLDER = "folder"
-_MODELS = ("actor_model", "reward_model", "reference_model", "critic_model")
+MODELS = ("actor_model", "reward_model", "reference_model", "critic_model")
+"""The knobs that name a model."""
 
 
 def places(config: RunConfig) -> dict[str, str]:
     """What a run records: the working folder, and the whole path of each model that is a folder."""
-    models = {knob: Path(str(knob_value(config, knob))).expanduser() for knob in _MODELS}
+    models = {knob: Path(str(knob_value(config, knob))).expanduser() for knob in MODELS}
     found = {k: str(model.absolute()) for k, model in models.items() if _named(config, k, model)}
     return {_FOLDER: str(Path.cwd()), **found}
 
 
 def with_found_models(config: RunConfig, run: Path) -> RunConfig:
     """A run's configuration with its models where they are now, see `found_model`."""
-    changed = {k: found_model(knob_value(config, k), run, k) for k in _MODELS}
+    changed = {k: found_model(knob_value(config, k), run, k) for k in MODELS}
     return replace(config, **changed)  # type: ignore[arg-type]
 
 
@@ -93,7 +94,7 @@ def _recorded(run: Path) -> dict[str, str]:
         found = json.loads((run / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    known = (_FOLDER, *_MODELS)
+    known = (_FOLDER, *MODELS)
     return {k: str(found[k]) for k in known if k in found} if isinstance(found, dict) else {}
 
 

@@ -278,11 +278,6 @@ class GRPOConfig(RLConfig, CriticFreeConfig):
         self.apply_preset()
 
     @property
-    def converses(self) -> bool:
-        """Whether something answers the policy, which then answers again."""
-        return bool(self.environment or self.tools)
-
-    @property
     def has_critic(self) -> bool:
         return False
 

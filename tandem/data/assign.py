@@ -161,7 +161,7 @@ def _mode_of(
     """How the reward model learns the graded answers in the share of pairs."""
     samples = [row.sample for row, place in placed if place == "pairs"]
     graded = sum(sample.grade is not None for sample in samples)
-    others = sum(s.chosen is not None and s.rejected is not None for s in samples)
+    others = sum(sample.is_pair for sample in samples)
     return chosen_mode(grades, made, graded, others)
 
 

@@ -309,11 +309,10 @@ class _Before:
         if content in self.contents:
             account.duplicate(sample.source)
         # Few rows begin as an earlier one does; the others need no second key.
-        is_pair = sample.chosen is not None and sample.rejected is not None
-        if key in self.openings and (is_pair or sample.label is not None):
+        if key in self.openings and (sample.is_pair or sample.label is not None):
             turned = replace(sample, chosen=sample.rejected, rejected=sample.chosen)
             if content_key(turned) in self.contents:
-                account.note(_TURNED if is_pair else _RELABELLED, sample.source)
+                account.note(_TURNED if sample.is_pair else _RELABELLED, sample.source)
         self.contents.add(content)
         self.openings.add(key)
 

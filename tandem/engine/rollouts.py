@@ -31,8 +31,6 @@ from tandem.parallel.tensor import TensorGroup, tensor_group
 from tandem.parallel.world import World
 from tandem.types import PromptRow, Rollout, TokenBatch
 
-_PER_TOKEN = ("rollout_logprobs", "sampled_logprobs", "rollout_entropy")
-
 
 @contextmanager
 def generating(model: PreTrainedModel, group: TensorGroup | None) -> Iterator[None]:
@@ -212,7 +210,8 @@ def _exchanged(
             )
     ended = world.gather_flat((own.finished if own else none).to(torch.uint8), rows)
     per_token: dict[str, Any] = {
-        name: gathered(getattr(own, name) if own else None, torch.float32) for name in _PER_TOKEN
+        name: gathered(getattr(own, name) if own else None, torch.float32)
+        for name in Rollout.PER_TOKEN
     }
     return Rollout(
         batch=batch,

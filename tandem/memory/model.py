@@ -16,6 +16,7 @@ and routing in mixtures of experts. `bench/memory.py` compares this with measure
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -280,6 +281,14 @@ def working_bytes(shape: Shape, layout: Layout, *, at_once: bool = False) -> Byt
     if layout.offload_params and not layout.on_cpu:
         working["fetched blocks"] = _blocks_at_once(shape, layout, layout.compute_bytes)
     return working
+
+
+def checkpoint_bytes(layouts: Iterable[tuple[Shape, Layout]]) -> float:
+    """Of a checkpoint's tensors, on one rank: trained weights, their masters and moments."""
+    return sum(
+        3 * FLOAT * trained_parameters(shape, layout) / (layout.pieces if layout.is_split else 1)
+        for shape, layout in layouts
+    )
 
 
 def in_flight_bytes(shape: Shape, layout: Layout) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tandem.errors import ModelError
@@ -52,3 +53,8 @@ def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
         "of that length. It cannot be split over ranks: use --actor-zero-stage 0 and "
         "--critic-zero-stage 0."
     )
+
+
+def is_split(model: nn.Module) -> bool:
+    """Whether hooks of FSDP2 gather a model's weights."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from tandem.models.blocks import is_split
 from tandem.models.cpu_blocks import block_on_cpu
 from tandem.models.twin_layers import projected
 from tandem.ops import gpu
@@ -128,7 +128,7 @@ def join_projections(model: PreTrainedModel) -> int:
     Returns:
         how many groups of layers lie side by side now.
     """
-    if _is_split(model):
+    if is_split(model):
         return 0
     return sum(_join_layers(layers) for layers in _groups(model))
 
@@ -145,7 +145,7 @@ class GatheredTogether:
         """Does nothing where the model is not split or its weights are not gathered now."""
         self.num_groups = 0
         self._moved: list[tuple[Tensor, Tensor]] = []
-        if _is_split(model):
+        if is_split(model):
             for layers in _groups(model):
                 self.num_groups += self._join(layers)
 
@@ -175,10 +175,6 @@ class GatheredTogether:
                 own.untyped_storage().resize_(0)
                 self._moved.append((tensor, own))
         return True
-
-
-def _is_split(model: PreTrainedModel) -> bool:
-    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def _groups(model: PreTrainedModel) -> Iterator[list[Any]]:

@@ -100,11 +100,6 @@ def shared_copy(
     return copies
 
 
-def is_split(model: nn.Module) -> bool:
-    """Whether hooks of FSDP2 gather a model's weights."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
 def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
     """The model's own forward without hooks, for weights that are whole."""
     root = shared_copy(model, own_forward=True)[model]

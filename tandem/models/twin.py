@@ -35,10 +35,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tandem.errors import ModelError
-from tandem.models.blocks import decoder_blocks
+from tandem.models.blocks import decoder_blocks, is_split
 from tandem.models.config_snapshot import Modules, steering, steers_as
 from tandem.models.rope import turning_point
-from tandem.models.shared_copy import Switch, is_split, plain_copy, shared_copy
+from tandem.models.shared_copy import Switch, plain_copy, shared_copy
 from tandem.models.twin_mixers import TwinMixer
 from tandem.ops.attention_context import NO_STATE, LayerShape, Packed, Recording, attending
 

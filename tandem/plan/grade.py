@@ -12,12 +12,18 @@ from typing import Any
 
 from tandem.errors import ConfigError
 from tandem.predict.constants import MEBIBYTE, SHIPPED, section_for
-from tandem.predict.record import EVALUATE, PREDICTIONS_FILE, WHOLE, Outcome, read_outcomes
+from tandem.predict.record import (
+    EVALUATE,
+    OF_A_STEP,
+    PREDICTIONS_FILE,
+    WHOLE,
+    Outcome,
+    read_outcomes,
+)
 from tandem.yaml_text import shipped_table
 
 MEMORY_GOAL, TIME_GOAL = 0.10, 0.25
-_STEP = ("generate", "score", "train")
-_FITTED = ("load", *_STEP, EVALUATE)
+_FITTED = ("load", *OF_A_STEP, EVALUATE)
 _PULL, _HELD = 0.02, {"products": 0.5, "first": 0.5}
 """How strongly a coefficient is held where it was, in units of a run's relative error. Products are
 measured by themselves, so a few runs of small models must not explain everything by them. What a
@@ -117,7 +123,7 @@ def summary(found: Sequence[Outcome]) -> list[str]:
             f"{min(memory):+.1%}, the highest {max(memory):+.1%}"
         )
     for name, phases in (
-        ("a step's phase", _STEP),
+        ("a step's phase", OF_A_STEP),
         ("loading", ("load",)),
         ("evaluations", (EVALUATE,)),
     ):

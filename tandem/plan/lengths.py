@@ -124,11 +124,9 @@ def heldout_rows(
     ranked = [replace(sample, ranking=()) for sample in rankings_of(samples)]
     return Heldout(
         texts=rows([s for s in samples if _has_text(s)], whole),
-        pairs=rows([s for s in ranked if _is_pair(s)], answers),
+        pairs=rows([s for s in ranked if s.is_pair], answers),
         graded=rows([s for s in samples if s.grade is not None], lambda s: answers(s)[:1]),
-        labelled=rows(
-            [s for s in ranked if s.label is not None or _is_pair(s)], answers, share=True
-        ),
+        labelled=rows([s for s in ranked if s.label is not None or s.is_pair], answers, share=True),
         prompts=rows([s for s in samples if s.prompt], prompt, longest_prompt),
         ptx=rows([s for s in mixed if _has_text(s)], whole),
     )
@@ -136,10 +134,6 @@ def heldout_rows(
 
 def _has_text(sample: Sample) -> bool:
     return sample.text is not None or sample.chosen is not None
-
-
-def _is_pair(sample: Sample) -> bool:
-    return sample.chosen is not None and sample.rejected is not None
 
 
 def longest_rows(config: RunConfig, stage: Stage) -> Rows:

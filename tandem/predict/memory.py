@@ -12,7 +12,7 @@ from tandem.config.rules import has_reference
 from tandem.config.schema import RLConfig, RunConfig
 from tandem.config.stages import Stage, leaving
 from tandem.memory.dimensions import Shape
-from tandem.memory.model import FLOAT, Bytes, Layout, MemoryPlan, layout_of, trained_parameters
+from tandem.memory.model import FLOAT, Bytes, Layout, MemoryPlan, checkpoint_bytes, layout_of
 from tandem.memory.steps import PPOWork, answering_memory, ppo_memory, supervised_memory
 from tandem.memory.work import keeps_states, states_bytes
 from tandem.ops.sizes import SHARE_TO_PACK
@@ -138,7 +138,7 @@ def stage_memory(
     saved: dict[str, Bytes] = {"save": {}}
     if saves(config, work) and config.save_async and device.on_cpu:
         # The next step runs while the copy is written.
-        copied = {"copy to write": _saved(layouts)}
+        copied = {"copy to write": checkpoint_bytes(layouts)}
         saved = {f"save beside {name}": size | copied for name, size in plan.phases.items()}
     return replace(plan, phases={**rehearsal, **plan.phases, **saved, **ending})
 
@@ -240,14 +240,6 @@ def _ppo_work(
 
 def _answered(work: Work, tokens: int) -> int:
     return tokens * work.new // max(1, work.longest_prompt + work.new)
-
-
-def _saved(layouts: list[tuple[Shape, Layout]]) -> float:
-    """Bytes of a checkpoint's copy in host memory: trained weights, masters, moments."""
-    return sum(
-        3 * FLOAT * trained_parameters(shape, layout) / (layout.pieces if layout.is_split else 1)
-        for shape, layout in layouts
-    )
 
 
 def by_part(plan: MemoryPlan, phase: str) -> Bytes:

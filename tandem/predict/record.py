@@ -17,6 +17,9 @@ from tandem.metrics.folder import mapping
 from tandem.metrics.records import read_lines
 from tandem.text import counted, visible
 
+OF_A_STEP = ("generate", "score", "train")
+"""The phases of a step."""
+
 WHOLE = "stage"
 """The phase of a stage's own line: its peak over all phases, and all of its time."""
 

@@ -12,7 +12,14 @@ from tandem.config.rules import has_reference
 from tandem.config.schema import RLConfig, RunConfig
 from tandem.config.stages import Stage, in_order
 from tandem.memory.dimensions import Shape
-from tandem.memory.model import FLOAT, Layout, MemoryPlan, layout_of, trained_parameters
+from tandem.memory.model import (
+    FLOAT,
+    Layout,
+    MemoryPlan,
+    checkpoint_bytes,
+    layout_of,
+    trained_parameters,
+)
 from tandem.memory.work import logits_rows
 from tandem.predict.constants import constants
 from tandem.predict.evaluation import Comparison, Evaluating, Evaluations
@@ -176,7 +183,7 @@ def predict_stage(
         phases=phases,
         disk=_disk(config, trained, models, stage),
         models=_saved_width(config, models) * _saved(config, trained, models, stage),
-        host=sum(memory.host.values()) + config.save_async * _copied(trained),
+        host=sum(memory.host.values()) + config.save_async * checkpoint_bytes(trained),
         evaluations=evaluations,
         comparison=comparison,
     )
@@ -237,7 +244,7 @@ def _phase_work(
             passes.append(scoring(compared, frozen, _mixed_in(work), pace))
     found["train"] = sum(passes[1:], passes[0])
     size = sum(FLOAT * shape.parameters for shape in held)
-    state = _copied(trained)
+    state = checkpoint_bytes(trained)
     policies = sum(FLOAT * shape.parameters for shape in held if not shape.is_scalar)
     return {"load": loading(size, policies, len(held), pace), **found,
             "save": saving(state, pace.machine)}  # fmt: skip
@@ -320,14 +327,6 @@ def _of_phase(name: str, memory: MemoryPlan) -> list[str]:
     if name == "load":
         return ["load"]
     return [instant for instant in memory.phases if instant.split()[0] == name]
-
-
-def _copied(trained: list[tuple[Shape, Layout]]) -> float:
-    """Bytes per rank of a checkpoint's tensors: weights, masters, moments."""
-    return sum(
-        3 * FLOAT * trained_parameters(shape, layout) / (layout.pieces if layout.is_split else 1)
-        for shape, layout in trained
-    )
 
 
 def _disk(

@@ -21,7 +21,7 @@ from tandem.predict.hardware import Hardware
 from tandem.predict.machine import known_machine, memory_bytes
 from tandem.predict.memory import Models
 from tandem.predict.models import config_of, configs_beside
-from tandem.predict.record import EVALUATE, WHOLE, Outcome, add_outcomes
+from tandem.predict.record import EVALUATE, OF_A_STEP, WHOLE, Outcome, add_outcomes
 from tandem.predict.rows import Rows
 from tandem.predict.stage import Phase, StagePrediction, predict_stage
 from tandem.process import resident_bytes
@@ -95,8 +95,8 @@ class Forecast:
         step = measured["step"]
         live = prediction.phases[prediction.peak_phase].peak
         whole = Phase(live={}, peak=live, reserved=prediction.peak, seconds=prediction.step_seconds)
-        seconds = sum(measured[n].seconds for n in _OF_STEP if n in measured)
-        cpu = sum(measured[n].cpu_seconds for n in _OF_STEP if n in measured)
+        seconds = sum(measured[n].seconds for n in OF_A_STEP if n in measured)
+        cpu = sum(measured[n].cpu_seconds for n in OF_A_STEP if n in measured)
         outcomes += self._evaluations(measured, steps)
         outcomes.append(self._outcome(WHOLE, whole, Whole(step.blocks, seconds, cpu, peak), steps))
         try:
@@ -154,9 +154,6 @@ class Forecast:
                 f"({whole.time_error:+.0%})"
             )
         self._run.print_line(line)
-
-
-_OF_STEP = ("generate", "score", "train")
 
 
 def models_in_use(run: Run, stage: str, rows: StepRows) -> Models:

@@ -19,6 +19,7 @@ from tandem.checkpoint.folder import MANIFEST, read_manifest
 from tandem.checkpoint.state import newest_numbers
 from tandem.config.answer_form import schema_digest
 from tandem.config.load import config_knobs, dump_config, knob_value
+from tandem.config.recorded import MODELS
 from tandem.config.rules import selecting
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.scoring import weighted_models
@@ -47,8 +48,6 @@ _SHARED = (
     "guards",
     "parallel.frozen_weights",
 )
-# Knobs that name a model.
-_GIVEN = ("actor_model", "reward_model", "reference_model", "critic_model")
 # The template of conversations; where its file lies does not matter.
 _TEMPLATE = ("dataset.chat_template", "the chat template")
 # The same of the schema that answers have.
@@ -277,7 +276,7 @@ class Identity:
         now = self.made_from(stage)
         before = _as_recorded_now({_new_name(name): value for name, value in before.items()}, now)
         if stage not in self.config.stages:
-            given = {f"the files of {knob}" for knob in _GIVEN if knob_value(self.config, knob)}
+            given = {f"the files of {knob}" for knob in MODELS if knob_value(self.config, knob)}
             given = given & now.keys() & before.keys()
             given |= {name for name in before.keys() | now.keys() if _is_built_on(name)}
             now = {name: now[name] for name in given & now.keys()}
@@ -289,7 +288,7 @@ class Identity:
             # Rows are compared only after they are read.
             and not (name.startswith(ROWS) and name not in now)
             # A model may lie elsewhere now: its files say whether it is another.
-            and not (name in _GIVEN and _is_alike(before, now, f"the files of {name}"))
+            and not (name in MODELS and _is_alike(before, now, f"the files of {name}"))
             and not any(name == x and _is_alike(before, now, y) for x, y in (_TEMPLATE, _SCHEMA))
         ]
 

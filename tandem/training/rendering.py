@@ -129,7 +129,7 @@ class Rendering:
     ) -> list[PairRow]:
         """Preferred and rejected answers, with the mask on the last answer only."""
         form = self._pair()
-        return self._rows([(s, form) for s in samples if _is_pair(s)], renderer, use, room)
+        return self._rows([(s, form) for s in samples if s.is_pair], renderer, use, room)
 
     def judged(self, samples: Sequence[Sample], renderer: Renderer) -> list[Judged]:
         """Pairs, rankings whole, and single graded answers, in the samples' order; to train on."""
@@ -151,7 +151,7 @@ class Rendering:
         for sample in samples:
             if sample.grades or len(sample.ranking) > 2:
                 work.append((sample, ranking))
-            elif _is_pair(sample):
+            elif sample.is_pair:
                 work.append((sample, pair))
             elif sample.grade is not None:
                 work.append((sample, grade))
@@ -186,7 +186,7 @@ class Rendering:
         for sample in samples:
             if sample.label is not None:
                 work.append((sample, label))
-            if _is_pair(sample):
+            if sample.is_pair:
                 work.append((sample, pair))
         found: list[LabelledRow] = []
         for row in self._rows(work, renderer, use, room):
@@ -356,7 +356,3 @@ def _within(room: int | None, fitted: Fitted[Any]) -> Fitted[Any]:
 
 def _has_tools(sample: Sample) -> bool:
     return bool(sample.tools) or any(t.tool_calls or t.role == "tool" for t in sample.prompt)
-
-
-def _is_pair(sample: Sample) -> bool:
-    return sample.chosen is not None and sample.rejected is not None

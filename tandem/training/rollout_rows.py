@@ -10,8 +10,6 @@ from torch import Tensor
 
 from tandem.types import Rollout, TokenBatch
 
-_PER_TOKEN = ("rollout_logprobs", "sampled_logprobs", "rollout_entropy")
-
 
 def selected(rollout: Rollout, rows: Tensor) -> Rollout:
     """The answers at `rows` (M,) int64, trimmed to the longest of them."""
@@ -20,7 +18,7 @@ def selected(rollout: Rollout, rows: Tensor) -> Rollout:
     kept = rows.tolist()
     return Rollout(
         batch=batch,
-        **{name: getattr(rollout, name)[rows, :width] for name in _PER_TOKEN},
+        **{name: getattr(rollout, name)[rows, :width] for name in Rollout.PER_TOKEN},
         finished=rollout.finished[rows],
         prompts=tuple(rollout.prompts[i] for i in kept),
         responses=tuple(rollout.responses[i] for i in kept),
@@ -75,7 +73,7 @@ def joined(rollouts: Sequence[Rollout], pad_token_id: int) -> Rollout:
         ),
         **{
             name: together([getattr(rollout, name) for rollout in rollouts], 0.0)
-            for name in _PER_TOKEN
+            for name in Rollout.PER_TOKEN
         },
         finished=torch.cat([rollout.finished for rollout in rollouts]),
         prompts=tuple(prompt for rollout in rollouts for prompt in rollout.prompts),
