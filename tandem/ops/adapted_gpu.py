@@ -20,14 +20,9 @@ import torch
 from torch import Tensor
 
 from tandem.ops.gpu import contiguous
+from tandem.ops.jit_gpu import jit, tl, triton
 from tandem.ops.quantized_gpu import FEW_ROWS, KINDS
 from tandem.ops.quantized_gpu import takes as takes_rows
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # the operation can be counted without it, not run
-    triton = None
 
 MAX_RANK = 64
 """Widest adapter that is computed beside each tile of outputs; wider ones take the plain path."""
@@ -179,11 +174,7 @@ def tiles(rows: int, rank: int, kind: int, block: int) -> tuple[int, int, int, i
     return (16, 32, 64, 4, 3) if few else (32, 64, 64, 8, 3)
 
 
-def _kernel(function: Any) -> Any:
-    return function if triton is None else triton.jit(function)
-
-
-@_kernel
+@jit
 def _times_a(x, a, IN_PARTS: tl.constexpr):
     """x by float32 rows a, transposed, to float32's rounding."""
     if IN_PARTS:
@@ -198,7 +189,7 @@ def _times_a(x, a, IN_PARTS: tl.constexpr):
 
 
 # fmt: off
-@_kernel
+@jit
 def _adapted_rows(
     x_ptr, w0_ptr, w1_ptr, w2_ptr, unit0_ptr, unit1_ptr, unit2_ptr, bias0_ptr, bias1_ptr,
     bias2_ptr, a0_ptr, a1_ptr, a2_ptr, b0_ptr, b1_ptr, b2_ptr, table_ptr, out_ptr, rows,

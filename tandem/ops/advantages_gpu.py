@@ -18,17 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # the operation can be counted without it, not run
-    triton = None
+from tandem.ops.jit_gpu import jit, tl, triton
 
 _BLOCK = 1024  # tokens that are scanned at once
-
-
-def _kernel(function: Any) -> Any:
-    return function if triton is None else triton.jit(function)
 
 
 @torch.library.custom_op("tandem::advantages_gpu", mutates_args=())
@@ -58,14 +50,14 @@ def _(rewards: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(rewards), torch.empty_like(rewards)
 
 
-@_kernel
+@jit
 def _then(a1, b1, c1, v1, w1, a2, b2, c2, v2, w2):  # type: ignore[no-untyped-def]
     """The map of the later tokens, 1, and then that of the earlier, 2."""
     return a2 + b2 * v1 + c2 * a1, b2 * w1 + c2 * b1, c2 * c1, v2 + w2 * v1, w2 * w1
 
 
 # fmt: off
-@_kernel
+@jit
 def _scan_row(  # type: ignore[no-untyped-def]
     rewards_ptr, values_ptr, mask_ptr, advantages_ptr, returns_ptr, length, gamma, decay,
     BLOCK: tl.constexpr,

@@ -14,17 +14,8 @@ import torch
 from torch import Tensor
 
 from tandem.ops.attention_context import BLOCK_TOKENS, AttentionSpec, Before
-from tandem.ops.varlen_gpu import padded, scores_of, tile_of, tiles
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # the operation can be counted without it, not run
-    triton = None
-
-
-def _kernel(function: Any) -> Any:
-    return function if triton is None else triton.jit(function)
+from tandem.ops.jit_gpu import jit, padded, tl, triton
+from tandem.ops.varlen_gpu import scores_of, tile_of, tiles
 
 
 def continued_attention_gpu(
@@ -85,7 +76,7 @@ def _(q: Tensor, keys: Tensor, values: Tensor, *_: Any) -> Tensor:
 
 
 # fmt: off
-@_kernel
+@jit
 def _attend_tile(
     q_ptr, keys_ptr, values_ptr, tables_ptr, starts_ptr, ends_ptr, sinks_ptr, out_ptr, q_row,
     table_row, sequences, query_heads, scale, softcap, SINKS: tl.constexpr,

@@ -77,6 +77,11 @@ def contiguous(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
+def dense_heads(x: Tensor) -> Tensor:
+    """x (N, H, D), copied if a token's heads do not lie side by side; tokens may lie apart."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
 def sent(
     numbers: Sequence[object], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:

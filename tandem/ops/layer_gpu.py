@@ -20,22 +20,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tandem.ops.gpu import contiguous, weight_gradient
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # the operations can be counted without it, not run
-    triton = None
+from tandem.ops.jit_gpu import jit, tl, triton
 
 RMS, UNIT_OFFSET, CENTERED = 0, 1, 2
 """Kinds of norm: Llama's; Gemma's, times 1 + weight; LayerNorm."""
 SILU, GELU_TANH = 0, 1
 """Kinds of activation."""
 _PARTS = 256  # rows of partial sums of a norm's gradient, added up at the end: fixed, so bits are
-
-
-def _kernel(function: Any) -> Any:
-    return function if triton is None else triton.jit(function)
 
 
 # ---- residual + norm ----
@@ -164,7 +155,7 @@ def _warps(width: int) -> int:
 
 
 # fmt: off
-@_kernel
+@jit
 def _norm_rows(  # type: ignore[no-untyped-def]
     x_ptr, delta_ptr, weight_ptr, bias_ptr, summed_ptr, normed_ptr, eps,
     WIDTH: tl.constexpr, PAD: tl.constexpr, ADDS: tl.constexpr, KIND: tl.constexpr,
@@ -197,7 +188,7 @@ def _norm_rows(  # type: ignore[no-untyped-def]
 
 
 # fmt: off
-@_kernel
+@jit
 def _norm_rows_backward(  # type: ignore[no-untyped-def]
     h_ptr, of_norm_ptr, of_sum_ptr, weight_ptr, made_ptr, sums_ptr, rows, eps,
     WIDTH: tl.constexpr, PAD: tl.constexpr, KIND: tl.constexpr, ADDS: tl.constexpr,
@@ -330,7 +321,7 @@ def _(gate_up: Tensor, gradient: Tensor, kind: int, again: bool) -> tuple[Tensor
 
 
 # fmt: off
-@_kernel
+@jit
 def _gate_rows(  # type: ignore[no-untyped-def]
     gate_up_ptr, gradient_ptr, made_ptr, out_ptr,
     WIDTH: tl.constexpr, KIND: tl.constexpr, BACKWARD: tl.constexpr, KEEPS: tl.constexpr,

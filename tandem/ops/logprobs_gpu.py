@@ -14,18 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tandem.ops.gpu import contiguous
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # the operations can be counted without it, not run
-    triton = None
+from tandem.ops.jit_gpu import jit, tl, triton
 
 _BLOCK = 4096
-
-
-def _kernel(function: Any) -> Any:
-    return function if triton is None else triton.jit(function)
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -107,7 +98,7 @@ def _(*_: Any) -> None:
 
 
 # fmt: off
-@_kernel
+@jit
 def _fold_row(  # type: ignore[no-untyped-def]
     at, columns, inverse, top, total, moved, BLOCK: tl.constexpr,
 ):
@@ -128,7 +119,7 @@ def _fold_row(  # type: ignore[no-untyped-def]
 
 
 # fmt: off
-@_kernel
+@jit
 def _read_row(  # type: ignore[no-untyped-def]
     logits_ptr, targets_ptr, numbers_ptr, rows, vocabulary, inverse, BLOCK: tl.constexpr,
 ):
@@ -148,7 +139,7 @@ def _read_row(  # type: ignore[no-untyped-def]
 
 
 # fmt: off
-@_kernel
+@jit
 def _write_row(  # type: ignore[no-untyped-def]
     logits_ptr, targets_ptr, sums_ptr, entropy_ptr, of_logprobs_ptr, of_entropy_ptr, made_ptr,
     columns, first, inverse, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,

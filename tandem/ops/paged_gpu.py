@@ -20,13 +20,8 @@ from torch import Tensor
 
 from tandem.errors import GenerationError
 from tandem.ops.attention_context import BLOCK_TOKENS, AttentionSpec, Decode, KVMemory
+from tandem.ops.jit_gpu import jit, padded, tl, triton
 from tandem.ops.rotary_gpu import turned
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # torch without CUDA comes without it; `paged_attention_gpu` says so
-    triton = None
 
 CHUNK = 256
 """Tokens that are summed up apart from the others; a fixed number, or results would change."""
@@ -136,25 +131,20 @@ def _paged(
         q if cos is None else cos, q if sin is None else sin, scale, softcap,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         tables.stride(0), chunks,
-        HEADS=heads, GROUP=group, GROUP_PAD=_padded(group), CHUNK_TOKENS=CHUNK,
+        HEADS=heads, GROUP=group, GROUP_PAD=padded(group), CHUNK_TOKENS=CHUNK,
         TILE=32 if wide else 64, BLOCK=BLOCK_TOKENS, WINDOW=window, CAPPED=softcap != 0,
-        K_WIDTH=key_width, K_PAD=_padded(key_width),
-        V_WIDTH=value_width, V_PAD=_padded(value_width),
+        K_WIDTH=key_width, K_PAD=padded(key_width),
+        V_WIDTH=value_width, V_PAD=padded(value_width),
         BY_ADDRESS=keys.dtype == torch.int64, TURNING=0 if cos is None else cos.shape[-1],
         enable_fp_fusion=True, num_warps=4, num_stages=2 if wide else 3,
     )  # fmt: skip
     _merge_chunks[(n, query_heads)](
         sums, tops, positions, positions if sinks is None else sinks, out, chunks,
         HEADS=heads, GROUP=group, CHUNK_TOKENS=CHUNK, WINDOW=window,
-        V_WIDTH=value_width, V_PAD=_padded(value_width), SINKS=sinks is not None,
+        V_WIDTH=value_width, V_PAD=padded(value_width), SINKS=sinks is not None,
         enable_fp_fusion=True, num_warps=2,
     )  # fmt: skip
     return out
-
-
-def _padded(width: int) -> int:
-    """A power of two that tensor cores take."""
-    return max(16, triton.next_power_of_2(width))
 
 
 # An operation of its own, so that torch.compile leaves it whole. It writes no tensor that torch
@@ -169,12 +159,8 @@ def _paged_shape(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return torch.empty(q.shape[0], q.shape[1], v.shape[2], dtype=v.dtype, device=v.device)
 
 
-def _kernel(function: Any) -> Any:
-    return function if triton is None else triton.jit(function)
-
-
 # fmt: off
-@_kernel
+@jit
 def _attend_chunk(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, tables_ptr, positions_ptr, sums_ptr, tops_ptr,
     cos_ptr, sin_ptr, scale, softcap, q_row, q_head, k_row, k_head, v_row, v_head, table_row,
@@ -250,7 +236,7 @@ def _attend_chunk(  # type: ignore[no-untyped-def]
 
 
 # fmt: off
-@_kernel
+@jit
 def _turned_at(  # type: ignore[no-untyped-def]
     at, inside, d, cos_ptr, sin_ptr, row, TURNING: tl.constexpr,
 ):
@@ -266,7 +252,7 @@ def _turned_at(  # type: ignore[no-untyped-def]
     return x
 
 
-@_kernel
+@jit
 def _scored(dots, scale, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Scores in units of log 2 from the products of queries and keys."""
     scores = dots * scale
@@ -276,7 +262,7 @@ def _scored(dots, scale, softcap, CAPPED: tl.constexpr):  # type: ignore[no-unty
 
 
 # fmt: off
-@_kernel
+@jit
 def _merge_chunks(  # type: ignore[no-untyped-def]
     sums_ptr, tops_ptr, positions_ptr, sinks_ptr, out_ptr, chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, CHUNK_TOKENS: tl.constexpr, WINDOW: tl.constexpr,

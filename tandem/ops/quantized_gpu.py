@@ -15,20 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # the operations can be counted without it, not run
-    triton = None
+from tandem.ops.jit_gpu import jit, tl, triton
 
 KINDS = ("int8", "int4", "nf4")
 FEW_ROWS = 64
 """Most rows that `packed_linear` takes."""
 _UNPACKED = 2048  # weights that one program writes
-
-
-def _kernel(function: Any) -> Any:
-    return function if triton is None else triton.jit(function)
 
 
 @torch.library.custom_op("tandem::dequantize_gpu", mutates_args=("out",))
@@ -83,7 +75,7 @@ def _(x: Tensor, codes: Any, scales: Any, table: Any, outputs: int, kind: Any, b
 
 
 # fmt: off
-@_kernel
+@jit
 def _unpack(  # type: ignore[no-untyped-def]
     codes_ptr, scales_ptr, table_ptr, out_ptr, numel, KIND: tl.constexpr, BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
@@ -112,7 +104,7 @@ def _unpack(  # type: ignore[no-untyped-def]
 
 
 # fmt: off
-@_kernel
+@jit
 def _packed_rows(  # type: ignore[no-untyped-def]
     x_ptr, codes_ptr, scales_ptr, table_ptr, out_ptr, rows, outputs,
     INPUTS: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,

@@ -13,17 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tandem.ops.gpu import contiguous
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # the operation can be counted without it, not run
-    triton = None
-
-
-def _kernel(function: Any) -> Any:
-    return function if triton is None else triton.jit(function)
+from tandem.ops.gpu import contiguous, dense_heads
+from tandem.ops.jit_gpu import jit, tl, triton
 
 
 def rotate(
@@ -56,12 +47,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _turn(*(_rows(g) for g in gradients), *ctx.saved_tensors, True), None, None, None
-
-
-def _rows(x: Tensor) -> Tensor:
-    """(N, H, D) whose heads lie side by side within a token."""
-    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+        of_qkv = _turn(*(dense_heads(g) for g in gradients), *ctx.saved_tensors, True)
+        return of_qkv, None, None, None
 
 
 @torch.library.custom_op("tandem::turn", mutates_args=())
@@ -85,7 +72,7 @@ def _(q: Tensor, k: Tensor, *_: Any) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1] + 2 * k.shape[1], q.shape[2]))
 
 
-@_kernel
+@jit
 def turned(x, partner, c, s, sign):  # type: ignore[no-untyped-def]
     """x cos + sign partner sin; products and sum are rounded as Hugging Face's code rounds them."""
     kind = x.dtype
@@ -95,7 +82,7 @@ def turned(x, partner, c, s, sign):  # type: ignore[no-untyped-def]
 
 
 # fmt: off
-@_kernel
+@jit
 def _turn_heads(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, out_ptr, q_row, k_row, v_row,
     QUERY_HEADS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr,

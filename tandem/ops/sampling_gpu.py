@@ -19,18 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # the operation can be counted without it, not run
-    triton = None
+from tandem.ops.jit_gpu import jit, tl, triton
 
 CHUNK = 4096
 """Logits that one program sums up; a fixed number, or results would change."""
-
-
-def _kernel(function: Any) -> Any:
-    return function if triton is None else triton.jit(function)
 
 
 @torch.library.custom_op("tandem::sample_gpu", mutates_args=())
@@ -93,7 +85,7 @@ def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return logits.new_empty(n, dtype=torch.int64), logits.new_empty((3, n), dtype=torch.float32)
 
 
-@_kernel
+@jit
 def _allowed(values, v, stops_ptr, young, BANS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Logits, with -inf for what a young row may not draw."""
     for i in tl.static_range(BANS):
@@ -102,7 +94,7 @@ def _allowed(values, v, stops_ptr, young, BANS: tl.constexpr):  # type: ignore[n
 
 
 # fmt: off
-@_kernel
+@jit
 def _sum_chunks(  # type: ignore[no-untyped-def]
     logits_ptr, drawn_ptr, stops_ptr, ages_ptr, sums_ptr, row_logits, row_drawn, vocabulary,
     inverse, chunks, min_new, BANS: tl.constexpr, TWO: tl.constexpr, CHUNK_LOGITS: tl.constexpr,
@@ -140,7 +132,7 @@ def _sum_chunks(  # type: ignore[no-untyped-def]
     tl.store(at + 3, kept)
 
 
-@_kernel
+@jit
 def _uniform(key, number):  # type: ignore[no-untyped-def]
     """`dense.uniforms`: splitmix64's finaliser, its constants as signed 64-bit numbers."""
     x = (key + (number + 1) * -7046029254386353131).to(tl.uint64, bitcast=True)
@@ -152,7 +144,7 @@ def _uniform(key, number):  # type: ignore[no-untyped-def]
     return x.to(tl.int64, bitcast=True).to(tl.float64) * 1.1102230246251565e-16
 
 
-@_kernel
+@jit
 def _ordered(x):  # type: ignore[no-untyped-def]
     """Float32 as an int32 in the same order; -0 and 0 are one."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
@@ -160,7 +152,7 @@ def _ordered(x):  # type: ignore[no-untyped-def]
 
 
 # fmt: off
-@_kernel
+@jit
 def _share_above(  # type: ignore[no-untyped-def]
     at, v_end, inverse, stops_ptr, young, floor, border, high, BANS: tl.constexpr,
     COUNTS: tl.constexpr, CHUNK_LOGITS: tl.constexpr,
@@ -182,7 +174,7 @@ def _share_above(  # type: ignore[no-untyped-def]
 
 
 # fmt: off
-@_kernel
+@jit
 def _border(  # type: ignore[no-untyped-def]
     at, vocabulary, inverse, stops_ptr, young, high, top_k, top_p, min_p, BANS: tl.constexpr,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, CHUNK_LOGITS: tl.constexpr,
@@ -227,7 +219,7 @@ def _border(  # type: ignore[no-untyped-def]
 
 
 # fmt: off
-@_kernel
+@jit
 def _draw_rows(  # type: ignore[no-untyped-def]
     logits_ptr, drawn_ptr, keys_ptr, ages_ptr, stops_ptr, sums_ptr, tokens_ptr, numbers_ptr,
     row_logits, row_drawn, vocabulary, inverse, chunks, rows, top_k, top_p, min_p, min_new,

@@ -9,16 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.ops.attention_context import BLOCK_TOKENS
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # the operation can be counted without it, not run
-    triton = None
-
-
-def _kernel(function: Any) -> Any:
-    return function if triton is None else triton.jit(function)
+from tandem.ops.jit_gpu import jit, tl, triton
 
 
 @torch.library.custom_op("tandem::store_kv_gpu", mutates_args=("keys", "values"))
@@ -51,7 +42,7 @@ def _(*_: Any) -> None:
 
 
 # fmt: off
-@_kernel
+@jit
 def _store_token(  # type: ignore[no-untyped-def]
     k_ptr, v_ptr, keys_ptr, values_ptr, tables_ptr, ends_ptr, k_row, v_row, table_row, sequences,
     STEPS: tl.constexpr, K_NUMBERS: tl.constexpr, V_NUMBERS: tl.constexpr, PAD: tl.constexpr,

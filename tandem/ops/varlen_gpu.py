@@ -16,18 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tandem.ops.attention_context import AttentionSpec
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # the operations can be counted without it, not run
-    triton = None
+from tandem.ops.gpu import dense_heads
+from tandem.ops.jit_gpu import jit, padded, tl, triton
 
 _LOG2_E = 1.4426950408889634
-
-
-def _kernel(function: Any) -> Any:
-    return function if triton is None else triton.jit(function)
 
 
 def varlen_attention_gpu(
@@ -50,7 +42,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, sinks: Tensor | None,
         scale: float, window: int, softcap: float,
     ) -> Tensor:  # fmt: skip
-        q, k, v = _dense(q), _dense(k), _dense(v)
+        q, k, v = dense_heads(q), dense_heads(k), dense_heads(v)
         out, sums = _attend(q, k, v, ends, sinks, scale, window, softcap)
         ctx.save_for_backward(q, k, v, ends, sinks, out, sums)
         ctx.rule = scale, window, softcap
@@ -71,11 +63,6 @@ class _Attention(torch.autograd.Function):
         return of_q, of_k, of_v, None, of_sinks, None, None, None
 
 
-def _dense(x: Tensor) -> Tensor:
-    """Heads side by side within a token; tokens may lie apart."""
-    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
-
-
 def tiles(width: int, size: int, kernel: str = "forward") -> tuple[int, int]:
     """Tokens of a tile, and warps, such that no kernel spills registers
     (tests/ops/compile_kernels.py).
@@ -92,11 +79,6 @@ def tiles(width: int, size: int, kernel: str = "forward") -> tuple[int, int]:
     if size == 4:
         return (16 if kernel == "keys" else 32), 4
     return 32, 8 if kernel == "queries" else 4
-
-
-def padded(width: int) -> int:
-    """A power of two that tensor cores take."""
-    return max(16, triton.next_power_of_2(width))
 
 
 def _settings(
@@ -159,7 +141,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-@_kernel
+@jit
 def tile_of(ends_ptr, sequences, tile, SIZE: tl.constexpr, ROWS_PAD: tl.constexpr):
     """First and last + 1 token of a tile's sequence, and the tile's own first; empty past all."""
     b = tl.arange(0, ROWS_PAD)
@@ -174,7 +156,7 @@ def tile_of(ends_ptr, sequences, tile, SIZE: tl.constexpr, ROWS_PAD: tl.constexp
 
 
 # fmt: off
-@_kernel
+@jit
 def scores_of(q, k, i, j, last, scale, softcap, CAPPED: tl.constexpr, WINDOW: tl.constexpr):
     # fmt: on
     """Scores of queries i and keys j in units of log 2, and the slope of the cap."""
@@ -190,7 +172,7 @@ def scores_of(q, k, i, j, last, scale, softcap, CAPPED: tl.constexpr, WINDOW: tl
 
 
 # fmt: off
-@_kernel
+@jit
 def _forward(
     q_ptr, k_ptr, v_ptr, ends_ptr, sinks_ptr, out_ptr, sums_ptr, q_row, k_row, v_row, sequences,
     tokens, heads, scale, softcap, SINKS: tl.constexpr,
@@ -240,7 +222,7 @@ def _forward(
 
 
 # fmt: off
-@_kernel
+@jit
 def _backward_queries(
     q_ptr, k_ptr, v_ptr, ends_ptr, g_ptr, sums_ptr, inner_ptr, of_q_ptr, q_row, k_row, v_row,
     sequences, tokens, heads, scale, softcap,
@@ -284,7 +266,7 @@ def _backward_queries(
 
 
 # fmt: off
-@_kernel
+@jit
 def _backward_keys(
     q_ptr, k_ptr, v_ptr, ends_ptr, g_ptr, sums_ptr, inner_ptr, of_k_ptr, of_v_ptr, q_row, k_row,
     v_row, sequences, tokens, heads, scale, softcap,

@@ -22,21 +22,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tandem.ops.gpu import add_product_, contiguous, gradient_sum
+from tandem.ops.jit_gpu import jit, tl, triton
 from tandem.ops.logits import HeadProduct, tile_columns
-
-try:
-    import triton
-    import triton.language as tl
-
-    from tandem.ops.logprobs_gpu import _fold_row, _write_row
-except ImportError:  # the operations can be counted without it, not run
-    triton = None
+from tandem.ops.logprobs_gpu import _fold_row, _write_row
 
 _BLOCK = 4096
-
-
-def _kernel(function: Any) -> Any:
-    return function if triton is None else triton.jit(function)
 
 
 def head_logprobs_gpu(
@@ -194,7 +184,7 @@ def _(*_: Any) -> None:
 
 
 # fmt: off
-@_kernel
+@jit
 def _fold_tile(  # type: ignore[no-untyped-def]
     logits_ptr, targets_ptr, numbers_ptr, rows, columns, first, inverse, BLOCK: tl.constexpr,
 ):
