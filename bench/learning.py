@@ -33,11 +33,11 @@ from bench.report import Report, count, parser
 from tandem.config.load import build_config
 from tandem.config.schema import GRPOConfig, PPOConfig, RunConfig
 from tandem.data.embedded.tokenizer import build_tokenizer
+from tandem.engine.hybrid import RLHFEngine
 from tandem.models.scalar import start_new_head
 from tandem.plan.knobs import nested
 from tandem.training.make_engine import make_engine
 from tandem.training.ppo_trainer import PPOTrainer
-from tandem.training.rollout_source import SingleTurn
 from tandem.types import PromptRow, Rollout
 
 TARGET = 0.75
@@ -89,15 +89,18 @@ def _critic(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     return critic
 
 
-class _Kept(SingleTurn):
+class _Kept:
     """Answers as the engine does, and remembers the last ones: a reward function sees texts."""
 
     last: Rollout
 
+    def __init__(self, engine: RLHFEngine) -> None:
+        self._engine = engine
+
     def collect(
         self, prompts: Sequence[PromptRow], *, step: int, numbers: Sequence[int] | None = None
     ) -> Rollout:
-        self.last = super().collect(prompts, step=step, numbers=numbers)
+        self.last = self._engine.rollout(prompts, step=step, numbers=numbers)
         return self.last
 
 

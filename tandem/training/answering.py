@@ -18,7 +18,7 @@ from tandem.training.algorithm import Algorithm
 from tandem.training.dynamic_sampling import Answered, MorePrompts, Refill, in_rounds, refilled
 from tandem.training.experience import ScoredAnswers, score_answers
 from tandem.training.operations import generation_flops
-from tandem.training.rollout_source import RolloutSource, SingleTurn
+from tandem.training.rollout_source import RolloutSource
 from tandem.training.step_metrics import count_rows
 from tandem.types import PromptRow, Rollout
 
@@ -44,10 +44,10 @@ class Answering:
     ) -> None:
         """
         Args:
-            source: where answers come from; None: one turn of the engine's policy.
+            source: where answers come from; None: the engine's rollouts.
             phases: times what is done.
         """
-        self.more_prompts, self.source = more_prompts, source or SingleTurn(engine)
+        self.more_prompts, self.source = more_prompts, source
         self._engine, self._config, self._algorithm = engine, config, algorithm
         self._rewards = rewards
         self._phases = phases
@@ -59,15 +59,14 @@ class Answering:
         numbers: Sequence[int] | None = None,
         keeper: StateKeeper | None = None,
     ) -> Answered:
-        """Answers to prompts, and their scores; `keeper` keeps the tokens' states if they are the
-        engine's own rollout."""
+        """Answers to prompts, and their scores; `keeper` keeps the tokens' states if the rollout is
+        the engine's."""
         require_same_prompts(prompts, self._engine.world)
-        source = self.source
         with self._phases("generate") as phase:
-            if keeper is not None and type(source) is SingleTurn:  # none with a collect of its own
-                rollout = source.collect_kept(prompts, keeper, step=step, numbers=numbers)
+            if self.source is None:
+                rollout = self._engine.rollout(prompts, step=step, numbers=numbers, keeper=keeper)
             else:
-                rollout = source.collect(prompts, step=step, numbers=numbers)
+                rollout = self.source.collect(prompts, step=step, numbers=numbers)
             phase.samples, phase.tokens = len(rollout), rollout.batch.num_response_tokens
             phase.flops = generation_flops(self._engine, rollout)
         with self._phases("score") as phase:
@@ -88,7 +87,6 @@ class Answering:
                 answer=partial(self._answered_more, list(prompts), step, numbers),
                 pad_token_id=self._engine.renderer.pad_token_id,
             )
-        assert isinstance(self.source, SingleTurn)
         refill = Refill(
             len(prompts),
             num_most,
@@ -98,7 +96,10 @@ class Answering:
             # A reward model would compete with the generation for the same cores.
             stop=self._rewards.close if self._rewards and self._engine.scorer is None else None,
         )
-        collect = partial(self.source.collect_with, prompts, step=step, numbers=numbers)
+
+        def collect(following: Refill) -> Rollout:
+            return self._engine.rollout(prompts, step=step, numbers=numbers, following=following)
+
         with self._phases("generate") as phase, self._told_once():
             made = refilled(collect, refill, len(prompts))
             phase.samples, phase.tokens = len(made[0]), made[0].batch.num_response_tokens
@@ -112,7 +113,7 @@ class Answering:
     def _can_refill(self) -> bool:
         """Whether prompts can join a running rollout, and groups be scored one by one."""
         scores_each = self._rewards is None or self._rewards.scores_each
-        return isinstance(self.source, SingleTurn) and self._engine.can_follow and scores_each
+        return self.source is None and self._engine.can_follow and scores_each
 
     def _scored(self, rollout: Rollout) -> ScoredAnswers:
         engine, config = self._engine, self._config

@@ -27,7 +27,7 @@ from tandem.parallel.shard import shards_of
 from tandem.rewards.scoring import RewardFunctions
 from tandem.training.calibration import calibration_error
 from tandem.training.experience import ScoredAnswers, score_answers
-from tandem.training.rollout_source import RolloutSource, SingleTurn
+from tandem.training.rollout_source import RolloutSource
 from tandem.types import GradedRow, LabelledRow, PairRow, PromptRow, Rollout, TokenBatch, TokenRow
 
 
@@ -200,12 +200,12 @@ def policy_metrics(
     Args:
         keep: gets the answers, their scores and, with a reference, each token's log(policy /
             reference), (B, T) nats.
-        source: where answers come from; None: one turn of the engine's policy.
+        source: where answers come from; None: the engine's rollouts.
         divergence: what is learned over the vocabulary, measured too.
     """
     if not prompts:
         return {}
-    collect = (source or SingleTurn(engine)).collect
+    collect = engine.rollout if source is None else source.collect
     rollout = collect(prompts, step=0)
 
     def scores(rollout: Rollout) -> ScoredAnswers:

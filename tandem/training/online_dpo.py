@@ -48,7 +48,6 @@ from tandem.training.policy_functions import named_pair_losses
 from tandem.training.ppo import first_answers, reward_source, save_engine
 from tandem.training.reference import halves
 from tandem.training.reward_function import columns_given, rewards_of
-from tandem.training.rollout_source import SingleTurn
 from tandem.training.run_folder import Run
 from tandem.training.stage_data import StepRows
 from tandem.training.stage_loop import StageJob, StepLoop
@@ -124,7 +123,6 @@ class OnlineDPO:
         self._rows = rows
         self._rewards = rewards
         self._given = named_pair_losses(run.config.dpo)
-        self._source = SingleTurn(engine)
         self._kept = AnswerKeeper(engine.tokenizer, run.config.log.record_answers)
         self.followed = self._kept.followed
         self._budget = MicroBatchBudget(engine.settings, engine.world, run.print_line)
@@ -149,7 +147,7 @@ class OnlineDPO:
     def _experience(self, prompts: Sequence[PromptRow], step: int) -> Experience:
         engine, config = self.engine, self._config
         with self.phases("generate") as phase:
-            rollout = self._source.collect(prompts, step=step)
+            rollout = engine.rollout(prompts, step=step)
             phase.samples, phase.tokens = len(rollout), rollout.batch.num_response_tokens
             phase.flops = generation_flops(engine, rollout)
         with self.phases("score") as phase:

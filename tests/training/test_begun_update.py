@@ -25,7 +25,6 @@ from tandem.parallel.world import World
 from tandem.training.algorithm import AdvantagesOf
 from tandem.training.make_engine import make_engine
 from tandem.training.ppo_trainer import PPOTrainer
-from tandem.training.rollout_source import SingleTurn
 from tandem.types import Experience, Message, PromptRow, Rollout
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config
@@ -245,13 +244,16 @@ def test_nothing_is_kept_where_the_update_cannot_read_it(
     assert not replays
 
 
-class _OwnSource(SingleTurn):
+class _OwnSource:
     """A source that changes what the engine would do."""
+
+    def __init__(self, engine: RLHFEngine) -> None:
+        self._engine = engine
 
     def collect(
         self, prompts: Sequence[PromptRow], *, step: int, numbers: Sequence[int] | None = None
     ) -> Rollout:
-        return super().collect(prompts[::-1], step=step, numbers=numbers)
+        return self._engine.rollout(prompts[::-1], step=step, numbers=numbers)
 
 
 @pytest.mark.skipif(not native.available(), reason="states are kept by the C++ runner")
