@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from tandem.config.schema import RunConfig, SamplingConfig
+from tandem.data.reading.sources import parse_spec, read_rows
 from tandem.data.render import Renderer
 from tandem.data.rows import RawRow
-from tandem.data.sources import parse_spec, read_rows
 from tandem.engine.forward import response_logprobs
 from tandem.generation.generator import generate
 from tandem.generation.stops import Stops

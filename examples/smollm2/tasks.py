@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tandem.data.gym import rows as gym_rows
+from tandem.data.reading.gym import rows as gym_rows
 from tandem.errors import DataError
 from tandem.rewards import gsm8k
 from tandem.rewards.exact_number import last_number

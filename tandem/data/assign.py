@@ -20,7 +20,7 @@ from tandem.data.grades import (
     with_grade,
 )
 from tandem.data.ledger import DatasetLedger, Ledger
-from tandem.data.sources import DataSpec
+from tandem.data.reading.sources import DataSpec
 from tandem.data.split import SHARES, Place, Split, copies, first_of, share_of
 from tandem.types import Sample
 

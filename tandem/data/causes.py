@@ -6,11 +6,11 @@ from __future__ import annotations
 import re
 
 from tandem.config.stages import Share
-from tandem.data.answer_lists import LISTS
 from tandem.data.grades import ALONE
 from tandem.data.ledger import DatasetLedger, Ledger
-from tandem.data.mapped_row import FOUND_BESIDE
-from tandem.data.two_answers import pair_of_names
+from tandem.data.shapes.answer_lists import LISTS
+from tandem.data.shapes.mapped_row import FOUND_BESIDE
+from tandem.data.shapes.two_answers import pair_of_names
 from tandem.text import counted, visible
 
 _SHOWN = 5

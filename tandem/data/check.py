@@ -15,14 +15,14 @@ from rich.text import Text
 from tandem.config.dataset import DataConfig
 from tandem.config.stages import DEFAULT, leaving
 from tandem.data.assign import ReadRow, assign
+from tandem.data.chat.own_template import OwnTemplate, read_template
 from tandem.data.check_tokens import TokenCheck, first_rows, parts_of, print_lengths
 from tandem.data.dataset import read_all
-from tandem.data.formats import OnBlank, Rows
 from tandem.data.grades import Mode
 from tandem.data.ledger import Ledger
-from tandem.data.own_template import OwnTemplate, read_template
 from tandem.data.progress import Progress
-from tandem.data.sources import DataSpec, read_rows
+from tandem.data.reading.formats import OnBlank, Rows
+from tandem.data.reading.sources import DataSpec, read_rows
 from tandem.data.split import Split, opening, shares_among
 from tandem.errors import ModelError
 from tandem.message import answer_text
@@ -139,7 +139,7 @@ def _print_account(
 
 
 def _renderer_of(path: str, own: OwnTemplate | None) -> tuple[PreTrainedTokenizerBase, Renderer]:
-    from tandem.data.own_template import put_template
+    from tandem.data.chat.own_template import put_template
     from tandem.data.render import Renderer
 
     tokenizer = _load_tokenizer(path)

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from tandem.config.dataset import DataConfig
 from tandem.config.stages import DEFAULT, in_order, leaving
-from tandem.data.answer_lists import has_column
 from tandem.data.assign import (
     Dataset,
     ReadRow,
@@ -21,10 +20,7 @@ from tandem.data.assign import (
 )
 from tandem.data.grades import Mode, below, lowest_imitated
 from tandem.data.ledger import DatasetLedger, Ledger
-from tandem.data.rows import BadRow, RowProblem
-from tandem.data.sampled import Read
-from tandem.data.shaping import Shaped, to_sample
-from tandem.data.sources import (
+from tandem.data.reading.sources import (
     DataSpec,
     declared_but_mixed,
     files_left,
@@ -32,6 +28,10 @@ from tandem.data.sources import (
     parse_spec,
     read_rows,
 )
+from tandem.data.rows import BadRow, RowProblem
+from tandem.data.sampled import Read
+from tandem.data.shapes.answer_lists import has_column
+from tandem.data.shapes.shaping import Shaped, to_sample
 from tandem.data.split import (
     DEFAULT_SHARES,
     Split,

@@ -20,16 +20,16 @@ from typing import Any, get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.data.call_reader import CallReader
-from tandem.data.changed_json import changed_tools, changed_turn, each, texts_of, tool_texts
+from tandem.data.chat.call_reader import CallReader
+from tandem.data.chat.changed_json import changed_tools, changed_turn, each, texts_of, tool_texts
+from tandem.data.chat.marked_template import marked_in_time
+from tandem.data.chat.own_template import PROBES, OwnTemplate, text_before
+from tandem.data.chat.template import ChatTemplate, Part
+from tandem.data.chat.template_limits import in_time
 from tandem.data.control import ControlTokens, free_mark
 from tandem.data.excerpt import excerpt
-from tandem.data.marked_template import marked_in_time
-from tandem.data.own_template import PROBES, OwnTemplate, text_before
 from tandem.data.span_tokenizer import PieceTokenizer, definition_of
 from tandem.data.spoken import Spoken, spoken
-from tandem.data.template import ChatTemplate, Part
-from tandem.data.template_limits import in_time
 from tandem.data.thoughts import thoughts_apart
 from tandem.data.turns import listed_tools, turns_in
 from tandem.data.unrolled import unrolled

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TypeVar
 
-from tandem.data.formats import OnBlank
 from tandem.data.grades import grade_columns
-from tandem.data.parts import EMBEDDED
+from tandem.data.reading.formats import OnBlank
+from tandem.data.reading.parts import EMBEDDED
+from tandem.data.reading.sources import DataSpec, parse_spec, read_rows
 from tandem.data.rows import BadRow, RawRow
-from tandem.data.sources import DataSpec, parse_spec, read_rows
 
 MOST = 6000
 """Rows that are kept of all data sets together."""

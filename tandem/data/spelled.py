@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tandem.data.changed_json import texts_of, tool_texts
+from tandem.data.chat.changed_json import texts_of, tool_texts
 from tandem.data.ledger import Ledger
 from tandem.data.render import Renderer
 from tandem.message import answer_turn

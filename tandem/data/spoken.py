@@ -9,9 +9,9 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from tandem.data.argument_types import argument_types
-from tandem.data.call_form import json_of
-from tandem.data.call_probe import call_id
-from tandem.data.call_reader import CallError, CallReader
+from tandem.data.chat.call_form import json_of
+from tandem.data.chat.call_probe import call_id
+from tandem.data.chat.call_reader import CallError, CallReader
 from tandem.data.rows import RowProblem
 from tandem.data.tools import read_calls
 from tandem.errors import DataError

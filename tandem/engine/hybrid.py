@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandem.config.engine import EngineSettings, require_settings
-from tandem.data.own_template import put_template, read_template
+from tandem.data.chat.own_template import put_template, read_template
 from tandem.data.render import Renderer
 from tandem.data.trained_tokens import tokens_to_train
 from tandem.devices import resolve_device

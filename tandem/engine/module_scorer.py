@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tandem.data.own_template import put_template, read_template
+from tandem.data.chat.own_template import put_template, read_template
 from tandem.data.render import Renderer
 from tandem.engine.placement import Base, Model, Placement
 from tandem.engine.scoring import FurtherScorer, RewardScorer, further_scorers, place_scorer

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandem.config.engine import EngineSettings
-from tandem.data.own_template import put_template, read_template
+from tandem.data.chat.own_template import put_template, read_template
 from tandem.data.render import Renderer
 from tandem.data.spoken import as_judged
 from tandem.engine.forward import scored, sequence_scores

@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tandem.config.answer_form import AnswerForm, quoted, require_library
 from tandem.config.form_limits import too_costly
-from tandem.data.call_grammar import calls_form
-from tandem.data.grammar_text import GrammarText
+from tandem.data.chat.call_grammar import calls_form
+from tandem.data.chat.grammar_text import GrammarText
 from tandem.data.render import Renderer
 from tandem.data.thinking import thoughts_behind
 from tandem.data.thoughts import ThoughtForm

@@ -15,10 +15,10 @@ from typing import Any
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.stages import Stage, in_order, leaving, rl_stage
 from tandem.data.assign import Dataset
+from tandem.data.chat.own_template import read_template
 from tandem.data.dataset import load_data, load_text
 from tandem.data.grades import rankings_of
 from tandem.data.loader import evenly
-from tandem.data.own_template import read_template
 from tandem.data.sampled import sampled
 from tandem.errors import DataError
 from tandem.message import answer_text

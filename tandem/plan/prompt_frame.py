@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tandem.data.own_template import OwnTemplate, read_template, settings_in, template_in
-from tandem.data.template_limits import deadline, require_bounded, sandbox
+from tandem.data.chat.own_template import OwnTemplate, read_template, settings_in, template_in
+from tandem.data.chat.template_limits import deadline, require_bounded, sandbox
 from tandem.data.tools import for_template
 from tandem.errors import ModelError
 from tandem.message import Message, answer_text

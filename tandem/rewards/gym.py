@@ -13,7 +13,7 @@ from typing import Any
 
 import reasoning_gym as package  # here, so that it is imported before the first deadline runs
 
-from tandem.data.gym import ROW, make_dataset
+from tandem.data.reading.gym import ROW, make_dataset
 
 assert package.create_dataset
 _TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from tandem.data.call_reader import CallReader
+from tandem.data.chat.call_reader import CallReader
 from tandem.serve.answering import Choice
 
 

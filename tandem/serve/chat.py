@@ -19,7 +19,7 @@ from tandem.checkpoint.beside import verify_beside
 from tandem.config.load import load_config
 from tandem.config.schema import SamplingConfig
 from tandem.config.spellings import listed
-from tandem.data.own_template import put_template, read_template, with_kept_template
+from tandem.data.chat.own_template import put_template, read_template, with_kept_template
 from tandem.data.render import Renderer
 from tandem.data.thinking import thoughts_behind
 from tandem.data.thoughts import NO_THOUGHTS

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from tandem.data.own_template import given_variables
+from tandem.data.chat.own_template import given_variables
 from tandem.errors import ConfigError
 from tandem.serve.api_errors import ApiError
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tandem.checkpoint.beside import verify_beside
 from tandem.checkpoint.state import SavedState, take_newest
 from tandem.config.schema import RunConfig
-from tandem.data.own_template import OwnTemplate, put_template, read_template
+from tandem.data.chat.own_template import OwnTemplate, put_template, read_template
 from tandem.data.render import IN_MEMORY, Renderer
 from tandem.data.trained_tokens import tokens_to_train
 from tandem.errors import CheckpointError, ModelError

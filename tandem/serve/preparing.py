@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tandem.data.changed_json import texts_of
+from tandem.data.chat.changed_json import texts_of
 from tandem.data.render import IN_MEMORY, Renderer
 from tandem.data.thinking import thoughts_behind, thoughts_within
 from tandem.data.thoughts import NO_THOUGHTS, ThoughtForm

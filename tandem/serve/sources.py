@@ -16,7 +16,7 @@ from tandem.config.load import load_config
 from tandem.config.recorded import base_gone, found_model, is_gone
 from tandem.config.schema import RunConfig
 from tandem.config.stages import STAGES, Stage, in_order, leaving, policy_folders, sources
-from tandem.data.own_template import with_kept_template
+from tandem.data.chat.own_template import with_kept_template
 from tandem.errors import CheckpointError, ModelError, TandemError
 from tandem.files import folder_near
 from tandem.models.hub_name import base_of

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tandem.data.rows import RowProblem
-from tandem.data.shaping import to_sample
+from tandem.data.shapes.shaping import to_sample
 from tandem.files import lock, replace, sync
 from tandem.serve import fields
 from tandem.serve.api_errors import ApiError

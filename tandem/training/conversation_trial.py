@@ -9,7 +9,7 @@ from typing import Protocol
 
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.stages import rl_stage
-from tandem.data.call_probe import call_id
+from tandem.data.chat.call_probe import call_id
 from tandem.data.excerpt import excerpt
 from tandem.data.render import Renderer
 from tandem.data.spoken import as_judged

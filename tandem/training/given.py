@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandem.checkpoint.folder import MANIFEST, read_facts, together, write_folder
 from tandem.config.schema import RunConfig
-from tandem.data.sources import parse_columns
+from tandem.data.reading.sources import parse_columns
 from tandem.data.tools import without_nulls
 from tandem.engine.module_scorer import RewardModule
 from tandem.errors import CheckpointError, ConfigError, DataError, ModelError

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.data.ledger import Ledger
-from tandem.data.sources import parse_spec
+from tandem.data.reading.sources import parse_spec
 from tandem.errors import ConfigError, DataError
 from tandem.metrics.folder import EVALUATIONS_FOLDER
 from tandem.text import counted, visible

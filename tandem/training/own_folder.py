@@ -14,7 +14,7 @@ from tandem.checkpoint.folder import existing, together
 from tandem.config.load import load_config
 from tandem.config.schema import RunConfig
 from tandem.config.stages import stage_names
-from tandem.data.own_template import with_kept_template
+from tandem.data.chat.own_template import with_kept_template
 from tandem.errors import CheckpointError
 from tandem.files import lock, not_a_run
 from tandem.parallel.world import World

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tandem.config.dataset import TOKENIZERS_OWN
 from tandem.config.schema import RunConfig
-from tandem.data.own_template import (
+from tandem.data.chat.own_template import (
     KEPT,
     KNOB,
     digest_of,

@@ -25,7 +25,7 @@ from tandem.config.schema import RunConfig, rl_section
 from tandem.config.scoring import weighted_models
 from tandem.config.spellings import RENAMED
 from tandem.config.stages import stage_names, stage_of
-from tandem.data.own_template import digest_of, read_template
+from tandem.data.chat.own_template import digest_of, read_template
 from tandem.errors import CheckpointError
 from tandem.files import at_once, sha256, sha256_once
 from tandem.models.checkpoint_ref import model_files, model_folders

@@ -28,9 +28,9 @@ from tandem.config.stages import (
     rl_stage,
     stage_names,
 )
-from tandem.data.own_template import with_kept_template
-from tandem.data.parts import part_of
-from tandem.data.sources import parse_spec
+from tandem.data.chat.own_template import with_kept_template
+from tandem.data.reading.parts import part_of
+from tandem.data.reading.sources import parse_spec
 from tandem.errors import ConfigError, ModelError
 from tandem.text import visible
 from tandem.training.sample_rows import WRITES, Choice

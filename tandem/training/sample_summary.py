@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tandem.config.dataset import DataConfig
 from tandem.config.stages import STAGES
-from tandem.data.own_template import KEPT
+from tandem.data.chat.own_template import KEPT
 from tandem.text import counted, visible
 from tandem.training.sample_file import Progress
 from tandem.training.sample_flags import SampleSettings

@@ -16,11 +16,11 @@ from tandem.config.schema import RunConfig, rl_section
 from tandem.config.scoring import weighted_models
 from tandem.config.stages import Stage, in_order, leaving
 from tandem.data.assign import Dataset
+from tandem.data.chat.own_template import OwnTemplate, put_template, read_template
 from tandem.data.dataset import load_data, load_text
 from tandem.data.grades import rankings_of
 from tandem.data.ledger import Ledger
 from tandem.data.loader import evenly, permutation
-from tandem.data.own_template import OwnTemplate, put_template, read_template
 from tandem.data.render import Renderer
 from tandem.data.spelled import note_spelled
 from tandem.data.split import split_key

@@ -12,7 +12,7 @@ import pytest
 from tandem.config.schema import DataConfig
 from tandem.data.dataset import load_data
 from tandem.data.ledger import Ledger
-from tandem.data.lines import read_lines
+from tandem.data.reading.lines import read_lines
 from tandem.data.render import Renderer
 from tandem.data.tokenview import render
 from tandem.errors import DataError, TandemError

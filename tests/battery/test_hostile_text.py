@@ -16,7 +16,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tandem.data.render import Renderer
-from tandem.data.shaping import to_sample
+from tandem.data.shapes.shaping import to_sample
 from tandem.data.tokenview import render
 from tandem.errors import DataError
 from tandem.types import Message, Source

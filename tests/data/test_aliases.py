@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.data.rows import RowProblem
-from tandem.data.shaping import to_sample
+from tandem.data.shapes.shaping import to_sample
 from tandem.data.tools import without_nulls
 from tandem.types import Message, Sample, Source
 

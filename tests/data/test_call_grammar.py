@@ -13,11 +13,11 @@ import pytest
 from tokenizers import AddedToken
 
 from tandem.data.argument_types import argument_types
-from tandem.data.call_grammar import calls_form
-from tandem.data.call_probe import reader_of
-from tandem.data.call_reader import Called, CallReader
+from tandem.data.chat.call_grammar import calls_form
+from tandem.data.chat.call_probe import reader_of
+from tandem.data.chat.call_reader import Called, CallReader
+from tandem.data.chat.grammar_text import GrammarText
 from tandem.data.control import ControlTokens
-from tandem.data.grammar_text import GrammarText
 from tests.data.built_tokenizers import byte_level
 from tests.data.test_call_reader import CALLS, FORMS, SINGLE, Template
 

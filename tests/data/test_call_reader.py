@@ -9,8 +9,8 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tandem.data.argument_types import argument_types, kind_of, typed
-from tandem.data.call_probe import reader_of
-from tandem.data.call_reader import Called, CallError, CallReader
+from tandem.data.chat.call_probe import reader_of
+from tandem.data.chat.call_reader import Called, CallError, CallReader
 from tandem.data.render import Renderer
 from tandem.data.spoken import spoken
 from tandem.message import Message

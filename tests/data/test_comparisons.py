@@ -12,7 +12,7 @@ from tandem.config.schema import DataConfig
 from tandem.data.dataset import load_data
 from tandem.data.length import fit_ranked
 from tandem.data.rows import RowProblem
-from tandem.data.shaping import Shaped, to_sample
+from tandem.data.shapes.shaping import Shaped, to_sample
 from tandem.types import Message, RankedRow, Sample, Source, TokenRow
 
 HERE = Source("set", "set.jsonl", 3)

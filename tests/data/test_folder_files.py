@@ -8,8 +8,8 @@ import pytest
 
 from tandem.config.dataset import DataConfig
 from tandem.data.dataset import load_data
-from tandem.data.folder_files import RUN_FILES, files_of_folder
-from tandem.data.sources import parse_spec, read_rows
+from tandem.data.reading.folder_files import RUN_FILES, files_of_folder
+from tandem.data.reading.sources import parse_spec, read_rows
 from tandem.errors import DataError
 from tandem.metrics.answers import LINE_FILES, ROWS_FILE
 from tandem.metrics.folder import EVALUATION_FILE, PREDICTIONS_FILE

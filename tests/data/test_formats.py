@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tandem.data.formats import read_csv, read_json, read_jsonl, read_parquet, read_tsv
+from tandem.data.reading.formats import read_csv, read_json, read_jsonl, read_parquet, read_tsv
 from tandem.data.rows import BadRow, RawRow
 from tandem.errors import DataError
 from tandem.types import Source

@@ -15,9 +15,9 @@ from tandem.data.assign import Dataset
 from tandem.data.check_command import data_command
 from tandem.data.dataset import load_data, load_text
 from tandem.data.grades import number_of, rank
+from tandem.data.reading.sources import parse_spec
 from tandem.data.rows import RowProblem
-from tandem.data.shaping import to_sample
-from tandem.data.sources import parse_spec
+from tandem.data.shapes.shaping import to_sample
 from tandem.errors import ConfigError
 from tandem.types import Message, Sample, Source
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.data import lines as lines_module
-from tandem.data.lines import decode_line, read_lines
+from tandem.data.reading import lines as lines_module
+from tandem.data.reading.lines import decode_line, read_lines
 from tandem.data.rows import BadRow
 from tandem.errors import DataError
 from tandem.types import Source

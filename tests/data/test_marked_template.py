@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from tandem.data.marked_template import marked, rendering
+from tandem.data.chat.marked_template import marked, rendering
 from tandem.data.render import IN_MEMORY, Renderer
 from tandem.types import Message
 from tests.tiny import tiny_tokenizer

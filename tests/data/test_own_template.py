@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from tandem.config.dataset import DataConfig
-from tandem.data.own_template import (
+from tandem.data.chat.own_template import (
     BUILT_IN,
     KEPT,
     OwnTemplate,

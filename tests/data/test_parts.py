@@ -11,10 +11,10 @@ import pytest
 
 from tandem.config.dataset import DataConfig
 from tandem.data.dataset import load_data
-from tandem.data.parts import Part, part_of
+from tandem.data.reading.parts import Part, part_of
+from tandem.data.reading.sources import files_left, parse_spec, read_rows
 from tandem.data.rows import RawRow
 from tandem.data.sampled import sampled
-from tandem.data.sources import files_left, parse_spec, read_rows
 from tandem.errors import ConfigError, DataError
 
 

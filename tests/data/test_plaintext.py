@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.data.plaintext import BLOCK, read_text
+from tandem.data.reading.plaintext import BLOCK, read_text
 from tandem.data.rows import BadRow, RawRow
 
 

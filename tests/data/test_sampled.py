@@ -9,8 +9,8 @@ import pytest
 
 from tandem.config.load import build_config
 from tandem.data.embedded.generator import NUM_ROWS
+from tandem.data.reading.sources import parse_spec, read_rows
 from tandem.data.sampled import sampled, thin
-from tandem.data.sources import parse_spec, read_rows
 from tandem.errors import DataError
 from tandem.plan.lengths import rows_by_stage
 from tandem.predict.rows import Rows

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tandem.data.excerpt import names
+from tandem.data.reading.sources import parse_columns
 from tandem.data.rows import RowProblem
-from tandem.data.shapes import SHAPES
-from tandem.data.shaping import to_sample
-from tandem.data.sources import parse_columns
+from tandem.data.shapes.plain import SHAPES
+from tandem.data.shapes.shaping import to_sample
 from tandem.types import Message, Sample, Source
 
 HERE = Source("set", "set.jsonl", 3)

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from tandem.data import sources as sources_module
-from tandem.data.rows import BadRow, RawRow
-from tandem.data.sources import (
+from tandem.data.reading import sources as sources_module
+from tandem.data.reading.sources import (
     DataSpec,
     _looks_like_file,
     files_left,
@@ -22,6 +21,7 @@ from tandem.data.sources import (
     parse_spec,
     read_rows,
 )
+from tandem.data.rows import BadRow, RawRow
 from tandem.errors import ConfigError, DataError
 from tandem.types import Source
 
@@ -360,7 +360,7 @@ def test_local_files_do_not_import_datasets(tmp_path: Path) -> None:
 
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     code = (
-        "import sys; from tandem.data.sources import *; "
+        "import sys; from tandem.data.reading.sources import *; "
         f"print(len(list(read_rows(parse_spec({str(tmp_path / 'a.jsonl')!r})))));"
         "print([m for m in ('datasets', 'pyarrow') if m in sys.modules])"
     )

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from tandem.data.chat.template import ChatTemplate
+from tandem.data.chat.template_text import TemplateText
 from tandem.data.control import ControlTokens
 from tandem.data.render import Renderer
-from tandem.data.template import ChatTemplate
-from tandem.data.template_text import TemplateText
 from tandem.errors import DataError, ModelError
 from tandem.types import Message, Source
 from tests.data.built_tokenizers import CHATML, LLAMA2, PLAIN, THINKING, byte_level, sentencepiece
@@ -214,7 +214,7 @@ def test_long_conversations_are_cut_as_short_ones(
     turns = [*system, *long_turns(45, words)]
     text = template.prompt(turns, "row")
     quick = template.parts(turns, text, "row", every_answer=False)
-    monkeypatch.setattr("tandem.data.answer_places._EXACT_ANSWERS", 100)
+    monkeypatch.setattr("tandem.data.chat.answer_places._EXACT_ANSWERS", 100)
     assert quick == template.parts(turns, text, "row", every_answer=False)
 
 

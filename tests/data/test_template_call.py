@@ -13,7 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
-from tandem.data.template_call import TemplateCall
+from tandem.data.chat.template_call import TemplateCall
 from tests.data.built_tokenizers import byte_level
 
 DIALOG = [

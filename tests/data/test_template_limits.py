@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.data import template_limits
+from tandem.data.chat import template_limits
+from tandem.data.chat.template_limits import deadline, require_bounded
 from tandem.data.render import Renderer
-from tandem.data.template_limits import deadline, require_bounded
 from tandem.errors import DataError, ModelError
 from tandem.types import Message
 from tests.data.built_tokenizers import CHATML, LLAMA2, PLAIN, THINKING, byte_level

@@ -458,7 +458,7 @@ def test_a_long_conversation_with_tools_is_cut_as_a_short_one(
         dialog += [turn, {"role": "tool", "content": f"at {number}"}]
     turns = turns_of(renderer, dialog)
     quick = renderer.conversation(turns, "Late.", SOURCE, tools=TOOLS)
-    monkeypatch.setattr("tandem.data.answer_places._EXACT_ANSWERS", 100)
+    monkeypatch.setattr("tandem.data.chat.answer_places._EXACT_ANSWERS", 100)
     assert Renderer(built(TAGGED)).conversation(turns, "Late.", SOURCE, tools=TOOLS) == quick
 
 

@@ -15,7 +15,7 @@ from tandem.data.ledger import Ledger
 from tandem.data.length import fit_prompt
 from tandem.data.render import Renderer
 from tandem.data.rows import RowProblem
-from tandem.data.shaping import to_sample
+from tandem.data.shapes.shaping import to_sample
 from tandem.data.side_by_side import RendersRows, side_by_side
 from tandem.data.spelled import note_spelled
 from tandem.data.split import content_key

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tandem.data.gym import rows as gym_rows
-from tandem.data.sources import parse_spec, read_rows
+from tandem.data.reading.gym import rows as gym_rows
+from tandem.data.reading.sources import parse_spec, read_rows
 from tandem.errors import ConfigError, DataError
 from tandem.rewards.choice import chosen_letter
 from tandem.rewards.code import code_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.data.shaping import to_sample
+from tandem.data.shapes.shaping import to_sample
 from tandem.errors import ConfigError, DataError
 from tandem.rewards.loading import load_reward_function
 from tandem.rewards.votes import asked_file, open_questions, question

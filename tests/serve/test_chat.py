@@ -114,7 +114,7 @@ def test_words_behind_quit_do_not_keep_the_talk_going(model: str) -> None:
 
 
 def test_a_template_of_one_prompt_begins_every_message_anew(model: str, tmp_path: Path) -> None:
-    from tandem.data.own_template import put_template, read_template
+    from tandem.data.chat.own_template import put_template, read_template
     from tandem.models.load import load_tokenizer
 
     folder = tmp_path / "plain"

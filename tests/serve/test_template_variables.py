@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.data.own_template import put_template, read_template
+from tandem.data.chat.own_template import put_template, read_template
 from tandem.data.render import Renderer
 from tandem.models.load import load_tokenizer
 from tandem.serve.loading import LoadSettings, load_policy

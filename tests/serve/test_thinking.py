@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken
 
 from tandem.config.schema import SamplingConfig
-from tandem.data.call_reader import Called
+from tandem.data.chat.call_reader import Called
 from tandem.data.render import Renderer
 from tandem.data.spoken import spoken
 from tandem.data.thoughts import ThoughtForm

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tandem.data.call_reader import Called
+from tandem.data.chat.call_reader import Called
 from tandem.data.render import Renderer
 from tandem.data.spoken import spoken
 from tandem.models.load import load_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tandem.data.shaping import to_sample
+from tandem.data.shapes.shaping import to_sample
 from tandem.serve.api_errors import ApiError
 from tandem.serve.votes import Votes, agreement, read_vote
 from tandem.types import Source

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from tandem.config.schema import RunConfig
-from tandem.data.own_template import KEPT
+from tandem.data.chat.own_template import KEPT
 from tandem.errors import CheckpointError, ConfigError, ModelError
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.parallel.world import World

@@ -1,0 +1,1 @@
+"""Files, folders and names of data sets, to rows."""
