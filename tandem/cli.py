@@ -246,7 +246,7 @@ def _among_ranks(config: RunConfig) -> AbstractContextManager[World]:
 
 
 def _sample(debug: bool, args: list[str]) -> int:
-    from tandem.training.sample_flags import parse_sample_flags
+    from tandem.training.sample.flags import parse_sample_flags
 
     options, flags, wrong = take_launch_flags(args)
     settings = parse_sample_flags(flags, wrong)
@@ -255,7 +255,7 @@ def _sample(debug: bool, args: list[str]) -> int:
         return _launch(["sample", *args], options, config, f"{settings.output}.logs", debug)
     with leaving_at_signals():
         with _loading("sample"):
-            from tandem.training.sample import sample
+            from tandem.training.sample.command import sample
         with _among_ranks(config) as world:
             progress = sample(settings, world)
     if not progress.rows:
@@ -315,7 +315,7 @@ def _eval(args: list[str]) -> int:
     options = parser.parse_args(args)
     if options.prompts < 0:
         raise ConfigError(f"--prompts must be >= 0; got {options.prompts}.")
-    from tandem.training.eval_command import evaluate_run
+    from tandem.training.comparing.eval_command import evaluate_run
 
     evaluate_run(
         options.run, options.prompts, options.best_of, base=options.base, data=options.data,

@@ -27,8 +27,8 @@ from measure import command, cpu_seconds, now, setup
 
 from tandem import build_config, load_config, train
 from tandem.engine.forward import response_logprobs
-from tandem.training.best_of_n import best_of_n
-from tandem.training.compare import answer, rewarding
+from tandem.training.comparing.best_of_n import best_of_n
+from tandem.training.comparing.compare import answer, rewarding
 from tandem.training.experience import score_answers
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import tokenizer_sources

@@ -13,8 +13,8 @@ from tandem.engine.hybrid import RLHFEngine
 from tandem.generation.keeping import StateKeeper
 from tandem.metrics.timing import Phases
 from tandem.rewards.scoring import RewardFunctions
-from tandem.training.agreement import require_same_prompts
 from tandem.training.algorithm import Algorithm
+from tandem.training.checks.agreement import require_same_prompts
 from tandem.training.dynamic_sampling import Answered, MorePrompts, Refill, in_rounds, refilled
 from tandem.training.experience import ScoredAnswers, score_answers
 from tandem.training.operations import generation_flops

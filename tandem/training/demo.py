@@ -22,7 +22,7 @@ from tandem.metrics.report import write_report
 from tandem.models.load import load_causal_lm, load_tokenizer, new_causal_lm
 from tandem.models.save import save_model
 from tandem.text import visible_lines
-from tandem.training.compare import answer, first_of_each, policies
+from tandem.training.comparing.compare import answer, first_of_each, policies
 from tandem.training.own_folder import require_run_folder
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import tokenizer_sources, train

@@ -19,7 +19,7 @@ from tandem.models.load import check_vocabulary
 from tandem.models.scalar import set_grade_scales, set_normalization
 from tandem.objectives.grades import Scale
 from tandem.text import counted, visible
-from tandem.training.compare import answer
+from tandem.training.comparing.compare import answer
 from tandem.training.evaluate import (
     by_dataset,
     datasets_of_answers,

@@ -47,26 +47,27 @@ from tandem.parallel.watchdog import note
 from tandem.parallel.world import World, launched
 from tandem.rewards.scoring import named
 from tandem.text import counted, visible
-from tandem.training.agreement import require_one_configuration
 from tandem.training.answer_records import shown_rows
 from tandem.training.callbacks import Callback, CallbackStop, require_callbacks
-from tandem.training.compare import compare, is_compared, policy_of_program
-from tandem.training.conversation_trial import check_environment
-from tandem.training.disk_room import require_room
-from tandem.training.forecast import Forecast
-from tandem.training.given import GivenModel, Rows, digest_of_module, with_given
-from tandem.training.left_out import left_out_lines
-from tandem.training.model_checks import check_models, check_trained
-from tandem.training.own_templates import settle_template
-from tandem.training.planned_steps import planned_steps
-from tandem.training.policy_trial import check_pair_losses, check_policy_functions
-from tandem.training.preflight import (
+from tandem.training.checks.agreement import require_one_configuration
+from tandem.training.checks.conversation_trial import check_environment
+from tandem.training.checks.disk_room import require_room
+from tandem.training.checks.left_out import left_out_lines
+from tandem.training.checks.model_checks import check_models, check_trained
+from tandem.training.checks.planned_steps import planned_steps
+from tandem.training.checks.policy_trial import check_pair_losses, check_policy_functions
+from tandem.training.checks.preflight import (
     check_parallel,
     check_rows,
     decoders_alone,
     idle_ranks,
     rates_for_large_models,
 )
+from tandem.training.checks.trained_tokens import token_lines
+from tandem.training.comparing.compare import compare, is_compared, policy_of_program
+from tandem.training.forecast import Forecast
+from tandem.training.given import GivenModel, Rows, digest_of_module, with_given
+from tandem.training.own_templates import settle_template
 from tandem.training.reward_function import check_rewards, columns_given
 from tandem.training.reward_model import has_policy
 from tandem.training.run_folder import Run
@@ -75,7 +76,6 @@ from tandem.training.saving import rounded_away
 from tandem.training.shares import settle_shares
 from tandem.training.stage_data import StepRows, positions, prepare_rows
 from tandem.training.stage_loop import StageJob, run_stage
-from tandem.training.trained_tokens import token_lines
 
 
 def train(

@@ -22,7 +22,7 @@ from tandem.metrics.console import StageConsole
 from tandem.metrics.log import MetricLog
 from tandem.metrics.report import write_report
 from tandem.serve import chat as serve
-from tandem.training.eval_command import show_comparison
+from tandem.training.comparing.eval_command import show_comparison
 from tests.battery.figures import record
 from tests.tiny import save_tiny_model, tiny_tokenizer
 

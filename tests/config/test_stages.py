@@ -47,8 +47,8 @@ OTHERWISE = {
     "serve/sources.py": ({"reward"}, "a model's name in the API"),
     "serve/votes.py": ({"reward"}, "a field of the API"),
     "training/answer_records.py": ({"reward"}, "a field of the records of answers"),
-    "training/sample.py": ({"reward"}, "a metric"),
-    "training/sample_rows.py": ({"reward"}, "a column"),
+    "training/sample/command.py": ({"reward"}, "a metric"),
+    "training/sample/rows.py": ({"reward"}, "a column"),
 }
 
 

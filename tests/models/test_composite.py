@@ -22,7 +22,7 @@ from tandem.models import text_families
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.models.meta_init import empty_causal_lm, empty_scalar_model
 from tandem.models.scalar import load_scalar_model
-from tandem.training.preflight import decoders_alone
+from tandem.training.checks.preflight import decoders_alone
 
 from .families import LLAMA, TOKEN_IDS, config_of, perturbed, saved, tiny_model, tokenizer
 from .peft_on_whole import assert_peft_agrees

@@ -30,7 +30,7 @@ from tandem.models.scalar import load_scalar_model
 from tandem.models.source import saved_dtype
 from tandem.predict.models import config_of as plan_config_of
 from tandem.predict.models import shape_for
-from tandem.training.preflight import decoders_alone
+from tandem.training.checks.preflight import decoders_alone
 
 from .families import TOKEN_IDS, config_of, perturbed, saved, tiny_model, tokenizer
 from .peft_on_whole import assert_peft_agrees

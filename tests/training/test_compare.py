@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.training.compare import first_of_each
+from tandem.training.comparing.compare import first_of_each
 from tandem.types import Message, PromptRow, Source
 
 

@@ -25,7 +25,7 @@ from tandem.parallel.world import World
 from tandem.predict.record import EVALUATE
 from tandem.rewards.environment import Environment
 from tandem.rewards.scoring import RewardFunctions
-from tandem.training.conversation_trial import check_environment
+from tandem.training.checks.conversation_trial import check_environment
 from tandem.training.conversations import (
     ConversationSource,
     conversation_metrics,

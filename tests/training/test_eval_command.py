@@ -14,7 +14,7 @@ from rich.console import Console
 from tandem.cli import main
 from tandem.errors import ModelError
 from tandem.metrics.names import title_of
-from tandem.training.eval_command import evaluate_run, figures_table
+from tandem.training.comparing.eval_command import evaluate_run, figures_table
 from tandem.training.replay import replay
 from tests.tiny import tiny_config, tiny_tokenizer
 from tests.training.runs import StopError, ran, stop_at

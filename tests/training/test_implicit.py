@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tandem.metrics.log import read_metrics
-from tandem.training.eval_command import evaluate_run
+from tandem.training.comparing.eval_command import evaluate_run
 from tests.tiny import tiny_config, write_preferences
 from tests.training.runs import ran
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tandem.config.schema import RunConfig
 from tandem.data.ledger import DatasetLedger, Dropped, Ledger
-from tandem.training.left_out import left_out_lines
+from tandem.training.checks.left_out import left_out_lines
 from tandem.training.run_stages import train
 from tests.tiny import tiny_config
 

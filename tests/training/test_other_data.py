@@ -21,7 +21,7 @@ from tandem.cli import main
 from tandem.config.schema import RunConfig
 from tandem.data.dataset import load_data
 from tandem.data.reading.folder_files import files_of_folder
-from tandem.training.eval_command import evaluate_run
+from tandem.training.comparing.eval_command import evaluate_run
 from tandem.training.stage_data import prepare_rows
 from tests.tiny import tiny_config, write_preferences
 from tests.training.runs import ran

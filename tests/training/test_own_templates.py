@@ -18,7 +18,7 @@ from tandem.parallel.world import World
 from tandem.serve.loading import LoadSettings, load_policy
 from tandem.serve.place import Place
 from tandem.serve.sources import offer_of
-from tandem.training.eval_command import evaluate_run
+from tandem.training.comparing.eval_command import evaluate_run
 from tandem.training.own_templates import settle_template
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import tokenizer_sources, train

@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.config.stages import stage_of
 from tandem.data.loader import BatchOrder
-from tandem.training.planned_steps import planned_steps
+from tandem.training.checks.planned_steps import planned_steps
 from tandem.training.stage_data import StepRows
 
 

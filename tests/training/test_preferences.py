@@ -21,9 +21,10 @@ from tandem.config.schema import RunConfig
 from tandem.engine.placement import Model, Placement
 from tandem.errors import ConfigError, DataError
 from tandem.plan.run import plan_memory
-from tandem.training import compare, dpo
-from tandem.training.best_of_n import best_of_n
+from tandem.training import dpo
 from tandem.training.calibration import calibration_error, reliability
+from tandem.training.comparing import compare
+from tandem.training.comparing.best_of_n import best_of_n
 from tandem.training.experience import ScoredAnswers
 from tandem.training.kto import imbalance, mismatched
 from tandem.training.reference import ReferencedPolicy

@@ -19,7 +19,7 @@ from tandem.errors import ConfigError, ModelError
 from tandem.parallel import watchdog
 from tandem.parallel.world import World
 from tandem.training import sft
-from tandem.training.preflight import (
+from tandem.training.checks.preflight import (
     check_parallel,
     check_rows,
     idle_ranks,

@@ -19,7 +19,7 @@ from tandem.engine.shard_plan import check_layout
 from tandem.errors import BadStepError, CheckpointError, ConfigError, Stopped
 from tandem.parallel.tensor import check_divides
 from tandem.parallel.world import World
-from tandem.training.eval_command import evaluate_run
+from tandem.training.comparing.eval_command import evaluate_run
 from tandem.training.export import export
 from tandem.training.own_folder import SAVE_NOW, on_these_ranks
 from tandem.training.replay import _learned, replay

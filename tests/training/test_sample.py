@@ -27,11 +27,11 @@ from tandem.errors import CheckpointError, ConfigError, ModelError, Stopped
 from tandem.files import lock
 from tandem.models.load import load_tokenizer
 from tandem.parallel.world import World
-from tandem.training.sample import sample
-from tandem.training.sample_file import Progress, SampleFile
-from tandem.training.sample_flags import parse_sample_flags
-from tandem.training.sample_rows import Choice, SampledAnswer, row_of
-from tandem.training.sample_summary import _rewards
+from tandem.training.sample.command import sample
+from tandem.training.sample.file import Progress, SampleFile
+from tandem.training.sample.flags import parse_sample_flags
+from tandem.training.sample.rows import Choice, SampledAnswer, row_of
+from tandem.training.sample.summary import _rewards
 from tandem.types import Message
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config

@@ -23,7 +23,7 @@ from tandem.models.load import load_tokenizer
 from tandem.parallel.world import World
 from tandem.rewards.scoring import RewardFunctions
 from tandem.rewards.tool_schema import offered_tools, tool_names, tool_schema
-from tandem.training.conversation_trial import check_environment
+from tandem.training.checks.conversation_trial import check_environment
 from tandem.training.conversations import conversation_source
 from tandem.training.flight_recorder import rows_of
 from tandem.training.make_engine import make_engine

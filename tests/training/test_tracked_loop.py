@@ -13,7 +13,7 @@ from tandem.errors import CheckpointError, ConfigError
 from tandem.metrics.answers import ANSWER_FILES
 from tandem.metrics.log import read_metrics
 from tandem.serve.named_model import notes_of
-from tandem.training.eval_command import evaluate_run
+from tandem.training.comparing.eval_command import evaluate_run
 from tandem.training.replay import replay
 from tests.tiny import write_preferences
 

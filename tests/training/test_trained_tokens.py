@@ -16,7 +16,7 @@ from tandem.data.render import Renderer
 from tandem.data.trained_tokens import token_ids_of, tokens_to_train
 from tandem.errors import ConfigError, ModelError
 from tandem.models.load import load_causal_lm
-from tandem.training.trained_tokens import untrained
+from tandem.training.checks.trained_tokens import untrained
 from tests.ranks import on_ranks
 from tests.tiny import save_tiny_model, tiny_config, tiny_tokenizer
 from tests.training.runs import ran, ran_with_stops

@@ -9,9 +9,9 @@ from tandem.config.dataset import DataConfig
 from tandem.config.stages import STAGES
 from tandem.data.chat.own_template import KEPT
 from tandem.text import counted, visible
-from tandem.training.sample_file import Progress
-from tandem.training.sample_flags import SampleSettings
-from tandem.training.sample_rows import BLANK, CUT_OFF, EQUAL
+from tandem.training.sample.file import Progress
+from tandem.training.sample.flags import SampleSettings
+from tandem.training.sample.rows import BLANK, CUT_OFF, EQUAL
 
 
 def summary(settings: SampleSettings, progress: Progress) -> list[str]:

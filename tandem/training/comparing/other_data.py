@@ -13,12 +13,12 @@ from tandem.data.reading.sources import parse_spec
 from tandem.errors import ConfigError, DataError
 from tandem.metrics.folder import EVALUATIONS_FOLDER
 from tandem.text import counted, visible
-from tandem.training.compare import judge_of, policies
-from tandem.training.implicit import preference_stage
+from tandem.training.comparing.compare import judge_of, policies
+from tandem.training.comparing.implicit import preference_stage
+from tandem.training.comparing.trained_rows import trained_rows, without_data
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import ledger_lines, tokenizer_sources
 from tandem.training.stage_data import TRAINED_ON, StepRows, prepare_rows, source_of
-from tandem.training.trained_rows import trained_rows, without_data
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from tandem.config.schema import rl_section
 from tandem.config.stages import of_family, stage_names
 from tandem.errors import ConfigError
 from tandem.text import visible
-from tandem.training.compare import answer, policies, rewarding
+from tandem.training.comparing.compare import answer, policies, rewarding
 from tandem.training.experience import score_answers
 from tandem.training.run_folder import Run
 from tandem.training.stage_data import StepRows

@@ -20,12 +20,12 @@ from tandem.metrics.report import REPORT_FILE, write_report
 from tandem.metrics.text import with_unit
 from tandem.parallel.world import World
 from tandem.text import visible, visible_lines
-from tandem.training.beside import compare_beside
-from tandem.training.best_of_n import frontier_table, measure_best_of
 from tandem.training.calibration import reliability_table
-from tandem.training.compare import compare
-from tandem.training.implicit import ImplicitRewards
-from tandem.training.other_data import read_other
+from tandem.training.comparing.beside import compare_beside
+from tandem.training.comparing.best_of_n import frontier_table, measure_best_of
+from tandem.training.comparing.compare import compare
+from tandem.training.comparing.implicit import ImplicitRewards
+from tandem.training.comparing.other_data import read_other
 from tandem.training.own_folder import config_of_run, on_these_ranks, require_data
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import tokenizer_sources

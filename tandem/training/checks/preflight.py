@@ -27,9 +27,9 @@ from tandem.predict.models import shape_for
 from tandem.rewards.binding import columns_problem
 from tandem.rewards.columns import ANSWER
 from tandem.rewards.scoring import named
+from tandem.training.checks.trained_tokens import token_problems
 from tandem.training.reward_function import columns_given
 from tandem.training.stage_data import StepRows, positions
-from tandem.training.trained_tokens import token_problems
 
 _LARGE = 10**9
 _LARGEST_FLOAT32 = 3.4028234663852886e38

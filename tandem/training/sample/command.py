@@ -44,23 +44,23 @@ from tandem.parallel.watchdog import note
 from tandem.parallel.world import World, launched
 from tandem.rewards.scoring import RewardFunctions
 from tandem.text import ignore_line, visible
-from tandem.training.conversation_trial import check_environment
+from tandem.training.checks.conversation_trial import check_environment
+from tandem.training.checks.left_out import left_out_lines
+from tandem.training.checks.preflight import answers_too_long, columns_problems
 from tandem.training.conversations import ConversationSource, conversation_source, given_turns
 from tandem.training.experience import score_answers
-from tandem.training.left_out import left_out_lines
-from tandem.training.preflight import answers_too_long, columns_problems
 from tandem.training.provenance import Identity
 from tandem.training.reward_function import check_rewards, columns_given, rewards_of
 from tandem.training.run_stages import ledger_lines
-from tandem.training.sample_file import Progress, SampleFile
-from tandem.training.sample_flags import (
+from tandem.training.sample.file import Progress, SampleFile
+from tandem.training.sample.flags import (
     REWARDS,
     SampleSettings,
     scores,
     scoring_model,
 )
-from tandem.training.sample_rows import SampledAnswer, row_of
-from tandem.training.sample_summary import summary
+from tandem.training.sample.rows import SampledAnswer, row_of
+from tandem.training.sample.summary import summary
 from tandem.training.signals import StopSignals
 from tandem.training.stage_data import StepRows, positions, prepare_rows
 from tandem.types import PromptRow, Rollout

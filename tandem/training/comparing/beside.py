@@ -13,7 +13,7 @@ from tandem.models.load import check_causal_lm, load_tokenizer, open_decoder
 from tandem.models.scalar import check_scalar_model, has_scalar_head
 from tandem.models.source import classifies
 from tandem.text import visible
-from tandem.training.compare import policies
+from tandem.training.comparing.compare import policies
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import tokenizer_sources
 

@@ -33,7 +33,7 @@ from tandem.data.reading.parts import part_of
 from tandem.data.reading.sources import parse_spec
 from tandem.errors import ConfigError, ModelError
 from tandem.text import visible
-from tandem.training.sample_rows import WRITES, Choice
+from tandem.training.sample.rows import WRITES, Choice
 
 _STAGE = rl_stage(())
 """The stage whose section of the knobs is read: the first that samples and scores answers."""

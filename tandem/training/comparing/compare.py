@@ -26,6 +26,7 @@ from tandem.metrics.folder import EVALUATION_FILE, finished_stages
 from tandem.rewards.scoring import RewardFunctions
 from tandem.text import counted
 from tandem.training.calibration import reliability
+from tandem.training.comparing.implicit import ImplicitRewards
 from tandem.training.conversations import ConversationSource, conversation_source, said
 from tandem.training.evaluate import (
     answer_metrics,
@@ -35,7 +36,6 @@ from tandem.training.evaluate import (
     pair_margins,
 )
 from tandem.training.experience import score_answers
-from tandem.training.implicit import ImplicitRewards
 from tandem.training.own_folder import names_data
 from tandem.training.reward_function import columns_given, rewards_of
 from tandem.training.run_folder import Run

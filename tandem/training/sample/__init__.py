@@ -1,0 +1,1 @@
+"""`tandem sample`: a policy's answers to prompts, scored, in a file."""
