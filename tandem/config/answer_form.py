@@ -162,7 +162,7 @@ def form_of(sampling: SamplingConfig) -> AnswerForm | None:
 
 
 def forget_forms() -> None:
-    """Read files of schemas anew: a run keeps the text that it began with."""
+    """Let files of schemas be read again: a run keeps the text that it began with."""
     _form.cache_clear()
 
 

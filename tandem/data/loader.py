@@ -124,7 +124,7 @@ class BatchOrder:
 
 
 def evenly(items: Sequence[Item], number: int) -> list[Item]:
-    """At most so many of the items, evenly spaced over all of them."""
+    """At most `number` of the items, evenly spaced over all of them."""
     taken = min(len(items), number)
     return [items[place * len(items) // taken] for place in range(taken)]
 

@@ -20,7 +20,7 @@ from tandem.data.rows import BadRow, RawRow
 MOST = 6000
 """Rows that are kept of all data sets together."""
 _OF_EMBEDDED = 4
-"""Of the built-in data set only the first of so many parts is made: its rows are drawn one by one
+"""Parts of the built-in data set, of which only the first is made: its rows are drawn one by one
 alike, and to make all of them takes longer than the plan."""
 _BLOCK = 16
 """Rows of a block of graded answers."""
@@ -94,8 +94,8 @@ def thin(rows: Iterable[Item], most: int, block: int = 1) -> tuple[list[Item], i
     many rows each stands for.
 
     Args:
-        block: take so many in a row, and every n-th such block. It must be at most `most`: the
-            first block is always kept.
+        block: rows that stay together: every n-th block is taken whole. It must be at most
+            `most`: the first block is always kept.
     """
     kept: list[Item] = []
     every = 1

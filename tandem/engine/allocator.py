@@ -47,7 +47,7 @@ def give_back_if_scarce(ranks: int = 1) -> None:
     """The same where it could be missed, between training and generation: where `ranks` processes
     that keep as much keep more than half of what is available to all.
 
-    Each phase takes what the other has freed. Its pages anew, cleared by the system, cost up to a
+    Each phase takes what the other has freed. New pages, cleared by the system, would cost up to a
     third of a training phase, and the peak is the same. But KV memory, half of what is free at
     most, may fit into nothing that is kept: then it leaves a quarter of what is available.
     """

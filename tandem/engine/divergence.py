@@ -28,8 +28,8 @@ from tandem.types import TokenBatch
 @dataclass(frozen=True, slots=True)
 class Compared:
     """Of a batch: log-probs and entropy of its response tokens, (B, T) float32, 0 off them; each
-    token's divergence, likewise, without gradient; their weighted sum, (); and, if they were asked
-    for, the reference's log-probs, (B, T) without gradient."""
+    token's divergence, of the same shape, without gradient; their weighted sum, (); and, if they
+    were asked for, the reference's log-probs, (B, T) without gradient."""
 
     logprobs: Tensor
     entropy: Tensor

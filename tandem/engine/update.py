@@ -84,8 +84,8 @@ class BegunUpdate:
     times_used: int
 
     def take(self) -> list[dict[str, float]] | None:
-        """The means, once, and whoever takes them steps; None, and no gradient, where anybody has
-        used the learner since."""
+        """The means, once: the caller takes the step. None, and no gradient, where the learner has
+        been used since."""
         if self.learner.times_used != self.times_used:
             self.drop()
         means, self.means = self.means, None

@@ -1,4 +1,4 @@
-"""What a step has drawn, on its way from the device to whoever reads it."""
+"""What a step has drawn, on its way from the device to the host."""
 
 from __future__ import annotations
 

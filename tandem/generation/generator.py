@@ -84,7 +84,7 @@ def generate(
         by_hugging_face: through Hugging Face's `generate`, whatever the family: to compare.
         following: names prompts to answer after these, while answers end; their numbers count on.
             Only for families that `decodes` knows, and without a `keeper` of tokens' states.
-        conversing: says what answers hear, as long as their conversations go on; likewise.
+        conversing: says what answers hear while conversations go on; for the same families.
     Returns:
         P * samples rows, the samples of a prompt side by side, on the model's device; P counts
         those that followed. With `conversing` their prompts are `ConversationRow`s. None of the
@@ -148,7 +148,7 @@ def _kv_blocks(
 def _spare_slots(
     model: PreTrainedModel, groups: list[Any], slots: int, joining: Followed | Conversed | None
 ) -> int:
-    """Slots for snapshots of states beside those of at most so many rows."""
+    """Slots for snapshots of states, beside those of the rows, of which `slots` run at most."""
     rows = min(slots, sum(map(len, groups)))
     if joining is None:
         return spare_slots(model, rows, parting=len(groups) - 1)

@@ -82,7 +82,7 @@ def check_prompts(model: PreTrainedModel, prompts: Sequence[PromptRow], new_toke
     """
     Raises:
         GenerationError: there is no prompt, one is empty, names tokens that the model does not
-            have, or leaves no room for so many new tokens.
+            have, or leaves no room for `new_tokens` more.
     """
     if not prompts:
         raise GenerationError("generate must get at least one prompt; got none.")

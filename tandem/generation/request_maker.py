@@ -59,8 +59,8 @@ def constraint_of(
 
 
 def form_problems(sampling: SamplingConfig, renderer: Renderer) -> list[str]:
-    """Why answers in this conversation format cannot have the form that is asked of them, which is
-    read anew."""
+    """Why answers in this conversation format cannot have the form that is asked of them; files
+    of schemas are read again."""
     forget_forms()
     try:
         constraint_of(Stops.of(renderer), sampling, ())

@@ -170,7 +170,7 @@ class Scheduler:
         self._shares_prefixes = shares_prefixes
         self._slots, self._prefill_tokens, self._refill = slots, prefill_tokens, refill
         self._queue: deque[Group] = deque()
-        self._is_stuck = False  # nothing can come in before somebody leaves or asks anew
+        self._is_stuck = False  # nothing can come in before an answer ends or a request comes
         self.num_waiting = 0
 
     def submit(self, requests: Sequence[Request]) -> None:

@@ -157,8 +157,8 @@ class Conversations:
         """As `submit`, for several answers to one prompt, which is run once for all of them.
 
         Args:
-            top_logprobs: keep each token's log-prob and those of so many of the likeliest in its
-                place; -1: keep none.
+            top_logprobs: keep each token's log-prob and those of this many likeliest tokens in
+                its place; -1: keep none.
             constraint: the form that each answer must have; None: that of `sampling` and `tools`.
             tools: as in `submit`.
         Raises:

@@ -37,7 +37,8 @@ class Shape:
     whole_blocks: a CPU computes a block as three operations (models/cpu_blocks.py).
     mixed, mixed_floats: numbers per token that layers with a state keep for their backward pass,
     all layers together, in the type that computes and in float32. state, state_floats: numbers of
-    their states per sequence, likewise. keyless: how many of them have no attention beside it.
+    their states per sequence, in the same two types. keyless: how many of these layers have no
+    attention beside it.
     others: kinds of layers that are counted as attention's, but are not.
     is_sliceable: tensor-parallel generation has a plan for its layers.
     """

@@ -163,7 +163,7 @@ class MetricLog:
         """
         for name in values:
             find_metric(name)
-        # One text for each name: all records are kept, and many names are put together anew.
+        # One text for each name: all records are kept, and many names are made in every step.
         numbers = {sys.intern(name): float(value) for name, value in values.items()}
         record = Record(self._stage, step, time.time(), numbers)
         self._append(METRICS_FILE, step, {"time": record.time, "values": numbers})

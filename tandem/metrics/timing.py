@@ -139,7 +139,7 @@ def _now() -> float:
 
 
 def reset_peak() -> None:
-    """Begin to measure the peak of memory anew, where the system can."""
+    """Start a new measurement of the peak of memory, where the system can."""
     if _cuda_in_use():
         torch.cuda.reset_peak_memory_stats()
     elif sys.platform == "linux":

@@ -59,7 +59,7 @@ class KeptStates:
         return KeptStates(self.layers, self.token_ids, self.rows[rows, :width])
 
     def release(self) -> None:
-        """Free the memory, whoever still holds this."""
+        """Free the memory, even if something still refers to this."""
         self.layers.clear()
 
 

@@ -29,7 +29,7 @@ _SHOWN = 3
 _SAVED_DTYPE = "tandem_saved_dtype"
 """The attribute in which a model keeps the dtype of its checkpoint."""
 _LAYER_NUMBERS = "tandem_layer_numbers"
-"""Likewise how its checkpoint counts its layers."""
+"""The attribute in which it keeps how its checkpoint counts its layers."""
 
 
 @dataclass(frozen=True, slots=True)

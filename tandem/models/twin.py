@@ -63,14 +63,15 @@ class _Twin:
         return self.shapes
 
     def rope_border(self, model: PreTrainedModel) -> int | None:
-        """Likewise, of the model whose twin this is."""
+        """`rope.turning_point` of `model`, whose twin this is; found out when first asked for."""
         if self.borders is None:
             borders = [turning_point(module) for module in model.modules()]
             self.borders = tuple(border for border in borders if border is not None)
         return min(self.borders, default=None)
 
     def has_dropout(self, model: PreTrainedModel) -> bool:
-        """Likewise: rates are among what is compared (`config_snapshot`)."""
+        """Whether `model` drops numbers anywhere. Found out when first asked for: rates are among
+        what is compared (`config_snapshot`)."""
         if self.drops is None:
             rates = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
             for owner in (model.config.get_text_config(), *model.modules()):

@@ -69,7 +69,7 @@ def exact_divergence(
 
     Args:
         token_weights: (N,) what each token counts in the sum.
-        vocabulary: both are of the first so many tokens; a model may have padding behind them.
+        vocabulary: tokens that both know, their first ones; a model may have padding behind them.
         weights: what the policy's head computes with; those that need a gradient get one.
         max_rows: most tokens of which logits are there at once; None takes the device's budget.
     Returns:

@@ -296,7 +296,7 @@ class Recording:
     """One sequence, to learn what each layer keeps and how far it sees.
 
     shapes, windows: fill by the index of layers that attend; a window of 0 is all keys.
-    states: likewise, of layers that keep a state of their sequence.
+    states: fill the same way, by the index of layers that keep a state of their sequence.
     why_not: what a layer asks for that attention over packed sequences does not have.
     """
 

@@ -194,7 +194,7 @@ def takes(x: Tensor, code: BlockCode) -> bool:
 
 
 def reads_rows(inputs: int, code: BlockCode) -> bool:
-    """Whether a row of so many numbers starts a byte, wherever it is in the run."""
+    """Whether every row of `inputs` numbers starts a byte, wherever it is in the run."""
     return inputs % code.per_byte == 0
 
 

@@ -100,7 +100,8 @@ def silu(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor, *, tanh: bool = False) -> Tensor:
-    """x times the normal distribution's share below x, or its tanh approximation; likewise."""
+    """x times the normal distribution's share below x, or its tanh approximation; on a CPU
+    with the same bits wherever a number stands, as `silu`."""
     if _native(x):
         return _op("gelu_tanh" if tanh else "gelu")(x)
     return F.gelu(x, approximate="tanh" if tanh else "none")

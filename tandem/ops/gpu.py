@@ -166,7 +166,7 @@ def opened_sums(
 
     Args:
         needed: which weights need a gradient. One that a hook wants to see goes into no sum.
-        adds: False: give no sums, since whoever asks wants the gradients themselves.
+        adds: False: give no sums, since the caller wants the gradients themselves.
     """
     totals: list[Tensor | None] = [None] * len(weights)
     are_new = 0

@@ -101,7 +101,8 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def softplus(x: Tensor, bias: Tensor) -> Tensor:
-    """log(1 + e^(x + bias)) in float32, x (..., H) and bias (H,); likewise."""
+    """log(1 + e^(x + bias)) in float32, x (..., H) and bias (H,); on a CPU a number's bits do not
+    depend on its place."""
     if _native(x):
         return torch.ops.tandem.gate_softplus(x, bias)
     return F.softplus(x.float() + bias.float())

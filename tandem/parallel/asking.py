@@ -2,7 +2,7 @@
 
 A call of torch's `TCPStore` waits in C++ until TCP gives up, about 16 minutes after a link went
 down, whatever the store's timeout is; Python's signal handlers wait as long. So a thread asks, and
-whoever wants the answer waits for the thread.
+what needs the answer waits for the thread.
 
 It is imported without torch: the command line uses the errors of `watchdog`.
 """

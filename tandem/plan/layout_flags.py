@@ -18,7 +18,7 @@ _LEAST = 2**20
 
 @dataclass(frozen=True, slots=True)
 class LayoutOptions:
-    """Whether a layout is to be chosen, within so many bytes a rank (None: the device's)."""
+    """Whether a layout is to be chosen, and within how many bytes a rank (None: the device's)."""
 
     auto: bool = False
     limit: float | None = None

@@ -74,7 +74,7 @@ class Evaluating:
     known: Mapping[str, Mapping[str, float]]
 
     def of_stage(self, stage: Stage, steps: int) -> Evaluations:
-        """A stage's, of so many steps (0: not known)."""
+        """Those of a stage of `steps` steps (0: not known)."""
         config, found = self.config, self.heldout
         section: Any = getattr(config, stage.section)
         count = num_evaluations(steps, section.eval_every)
@@ -182,7 +182,7 @@ class Evaluating:
         return sum(work.seconds(known) for work in works)
 
     def _answering(self, most: int, samples: int) -> Work | None:
-        """The answers to at most so many held-out prompts; None of none."""
+        """The answers to at most `most` held-out prompts; None where there are none."""
         rows, config = self.heldout.prompts, self.config
         prompts = min(rows.count, most)
         if not prompts:
@@ -199,7 +199,7 @@ class Evaluating:
         )  # fmt: skip
 
     def _answered(self, work: Work | None, judges: int) -> float:
-        """Seconds of answers and of so many reward models' scores."""
+        """Seconds of answers and of the scores of `judges` reward models."""
         if work is None:
             return 0.0
         at_once = min(work.at_once, logits_rows(self.models.policy, self.policy, FLOAT))
@@ -210,8 +210,8 @@ class Evaluating:
 
 
 def num_evaluations(steps: int, every: int) -> int:
-    """Before the first of so many steps, after each `every` of them, and after the last; 0 of an
-    unknown number."""
+    """Before the first of `steps` steps, after each `every` of them, and after the last; 0 where
+    `steps` is 0, not known."""
     if not steps:
         return 0
     after = -(-steps // every) if every else 1

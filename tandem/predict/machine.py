@@ -191,7 +191,7 @@ def _call_seconds() -> float:
 
 
 class _Until:
-    """So many CPU seconds from now, and at most `_PATIENCE` times as many by the clock."""
+    """Ends after `seconds` of CPU time, or `_PATIENCE` times as many by the clock."""
 
     def __init__(self, seconds: float) -> None:
         self._cpu = time.process_time() + seconds

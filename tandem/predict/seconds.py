@@ -67,15 +67,15 @@ class Pace:
         return flops / (self.machine.rate(self.dtype, width) * self.threads)
 
     def moving(self, size: float) -> float:
-        """Ideal seconds of reading and writing so many bytes."""
+        """Ideal seconds of reading and writing `size` bytes."""
         return size / self.machine.bandwidth
 
     def small(self, count: float) -> float:
-        """Ideal seconds of so many small operations."""
+        """Ideal seconds of `count` small operations."""
         return count * self.machine.call
 
     def between(self, size: float, ranks: int) -> float:
-        """Ideal seconds in which a rank sends and receives so many bytes."""
+        """Ideal seconds in which a rank sends and receives `size` bytes."""
         if ranks <= 1:
             return 0.0
         fast = ranks <= self.machine.per_node
@@ -230,7 +230,7 @@ def loading(size: float, policy: float, models: int, pace: Pace) -> PhaseWork:
 
 
 def saving(size: float, machine: Hardware) -> PhaseWork:
-    """A checkpoint of so many bytes."""
+    """Writing a checkpoint of `size` bytes."""
     return PhaseWork({"disk": size / machine.disk}, 0.0, 0.0, size)
 
 

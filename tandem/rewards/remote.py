@@ -312,7 +312,7 @@ def _body(response: HTTPResponse, url: str) -> bytes:
     content = response.read(_LONGEST_REPLY + 1)
     if len(content) > _LONGEST_REPLY:
         raise CallError("result", f"{url} must reply with at most {_LONGEST_REPLY >> 20} MiB")
-    if response.length:  # a read of at most so many bytes does not raise it by itself
+    if response.length:  # a read of a number of bytes does not raise it by itself
         raise IncompleteRead(content, response.length)
     return content
 

@@ -54,7 +54,7 @@ class Refill:
         Args:
             num_given, num_most: prompts that the rollout starts with, and may have at most.
             score: of one prompt's answers.
-            more: at most so many further prompts, each asked for once.
+            more: gives at most as many further prompts as it is asked for, each once.
             stop: makes a `score` that runs in another thread end soon. With it, groups are scored
                 in a thread while answers are drawn; None: not where the device does both.
         """
@@ -150,8 +150,8 @@ def in_rounds(
     Args:
         first: the step's own prompts, answered and scored.
         num_most: prompts at most, the first counted.
-        answer: makes and scores answers to so many further prompts, the first of them with that
-            number in the step; None: there are no more.
+        answer: takes a number of prompts and where in the step they begin, and makes and scores
+            answers to them; None: there are no more.
     """
     parts = [first]
     wanted = asked = int(first[0].group.max()) + 1

@@ -292,8 +292,8 @@ def source_of(row: TokenRow | PairRow | GradedRow | LabelledRow | PromptRow) -> 
 
 
 class _Spread:
-    """At most so many of some rows (0: all), evenly over those of each data set, of which a small
-    one keeps more than its share; and how many by kind."""
+    """At most `most` rows (0: all), evenly over those of each data set, of which a small one keeps
+    more than its share; and how many were taken by kind."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -85,7 +85,7 @@ class StageJob:
     """A stage, ready to run.
 
     rows, order: what its steps read.
-    eval_every: evaluate after every so many steps, and after the last; 0: only then.
+    eval_every: steps between evaluations, the last of which follows the last step; 0: only then.
     save: writes the trained model into a folder.
     complete: what is still to do with the trained model; the last evaluation to its facts.
     """
@@ -190,7 +190,7 @@ class StepLoop:
             self.run.finish_saving(self.stage)
 
     def measure(self, step: int) -> dict[str, float]:
-        """Evaluate now, after so many steps; what is to be logged of it."""
+        """Evaluate now, after `step` steps; what is to be logged of it."""
         with self._phases("evaluate"):
             self.evaluation = self._trainer.evaluate()
         self._heard.tell("on_evaluate", metrics=self.evaluation)

@@ -64,7 +64,7 @@ _Render = Callable[[tuple[Message, ...], bool, str, CallForm | None], str]
 
 
 def probe_turn(number: int, words: str, form: CallForm) -> Message:
-    """A turn with so many calls, each with a name and an argument of its own."""
+    """A turn with `number` calls, each with a name and an argument of its own."""
     calls = [
         Called(f"{PROBE}name{i}", {f"{PROBE}key{i}": f"{PROBE}value{i}"}, f"{PROBE}{i}")
         for i in range(number)
@@ -214,7 +214,7 @@ class Calls:
         return not _missing(text, 1, "") and "None" not in text
 
     def _lost(self, has_tools: bool, has_words: bool, number: int, form: CallForm) -> str:
-        """What the template leaves out of a turn with so many calls: see `_missing`."""
+        """What the template leaves out of a turn with `number` calls: see `_missing`."""
         number = min(number, _MOST_PROBED)
         key = (has_tools, has_words, number)
         if key not in self._losses:

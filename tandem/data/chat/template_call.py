@@ -43,7 +43,7 @@ class TemplateCall:
         return self._direct(self._compiled, dialog, prompt, tools)
 
     def __reduce__(self) -> tuple[type[TemplateCall], tuple[PreTrainedTokenizerBase, str]]:
-        """Copies are made anew: a compiled template cannot be copied."""
+        """Copies compile again: a compiled template cannot be copied."""
         return TemplateCall, (self._tokenizer, self._source)
 
     def _applied(self, dialog: Dialog, prompt: bool, tools: Tools = None) -> str:

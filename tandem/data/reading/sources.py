@@ -78,7 +78,7 @@ _OTHER_FILES = {
 }
 """Further extensions of files that a user may take for data."""
 _MOST_WEIGHT = 1000
-"""Every row comes so many times an epoch, and each copy is held: a typo would fill the memory."""
+"""Most copies of a row in an epoch. Each is held, so that a typo would fill the memory."""
 _WEIGHT = re.compile(r"[+-]?(\d+\.?\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?|nan|inf)", re.IGNORECASE)
 
 
