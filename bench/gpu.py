@@ -44,8 +44,8 @@ from bench.ppo_sides import PlainSide, TandemSide, Work, agreement, require_same
 from bench.report import Report, count, parser
 from tandem.engine.hybrid import RLHFEngine
 from tandem.generation.blocks import blocks_for
+from tandem.generation.make_runner import make_runner
 from tandem.generation.runner import new_memory
-from tandem.generation.runners import make_runner
 from tandem.ops.attention_context import BLOCK_TOKENS
 
 BATCHES = (16, 64, 128)

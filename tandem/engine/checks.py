@@ -15,7 +15,7 @@ from tandem.engine.forward import generation_weights, response_logprobs
 from tandem.engine.placement import onload
 from tandem.errors import ModelError, NumericsError
 from tandem.generation.hf_generate import check_generation
-from tandem.generation.runners import make_runner
+from tandem.generation.make_runner import make_runner
 from tandem.models.blocks import decoder_blocks
 from tandem.models.lm_head import check_head
 from tandem.models.lora import adapters_off

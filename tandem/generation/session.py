@@ -22,12 +22,12 @@ from tandem.generation.blocks import BlockPool
 from tandem.generation.constrained import allowed_tokens, take_drawn
 from tandem.generation.drawn import Drawn, Observed, Unread
 from tandem.generation.keeping import StateKeeper
+from tandem.generation.make_runner import make_runner
 from tandem.generation.native_runner import NativeRunner
 from tandem.generation.prefill import Prefill
 from tandem.generation.prefixes import PrefixPool
 from tandem.generation.record import Record
 from tandem.generation.runner import new_memory
-from tandem.generation.runners import make_runner
 from tandem.generation.scheduler import (
     Entry,
     Group,

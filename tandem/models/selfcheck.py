@@ -96,7 +96,7 @@ def check_twin(
     Args:
         trains_elsewhere: this twin only generates (`twin.standing_in`), so that its decoding is
             compared with the model's own forward instead of with its packed one.
-        make_decoder: what decodes in the run (`generation.runners.make_runner`); None: the twin's
+        make_decoder: what decodes in the run (`generation.make_runner`); None: the twin's
             modules.
     Raises:
         ModelError: the twin's logits, or their likeliest tokens, differ from the model's.

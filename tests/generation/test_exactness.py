@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from tandem.config.lora import LoraConfig
 from tandem.config.schema import SamplingConfig
 from tandem.engine.forward import response_logprobs
-from tandem.generation import runners as choice
+from tandem.generation import make_runner as choice
 from tandem.generation.generator import generate
+from tandem.generation.make_runner import make_runner
 from tandem.generation.native_runner import NativeRunner, runs_natively
 from tandem.generation.runner import Runner, TwinRunner, new_memory
-from tandem.generation.runners import make_runner
 from tandem.generation.sampler import sequence_key
 from tandem.generation.stops import Stops
 from tandem.generation.streaming import stream

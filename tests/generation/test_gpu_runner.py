@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from tandem.config.schema import SamplingConfig
-from tandem.generation import runners, sampler
+from tandem.generation import make_runner, sampler
 from tandem.generation.batch_state import Part, Rows
 from tandem.generation.generator import generate
 from tandem.generation.gpu_graphs import NoWaiting
@@ -256,6 +256,6 @@ def test_only_its_own_logits_and_one_plain_sampler_are_drawn_for() -> None:
 
 
 def test_a_model_on_a_gpu_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runners, "GraphRunner", lambda model, memory: (model, memory))
+    monkeypatch.setattr(make_runner, "GraphRunner", lambda model, memory: (model, memory))
     model, memory = SimpleNamespace(device=torch.device("cuda")), object()
-    assert runners.make_runner(model, memory, 99) == (model, memory)  # type: ignore[arg-type]
+    assert make_runner.make_runner(model, memory, 99) == (model, memory)  # type: ignore[arg-type]

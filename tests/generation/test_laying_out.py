@@ -22,9 +22,9 @@ from tandem.engine.forward import response_logprobs
 from tandem.errors import ModelError
 from tandem.generation.generator import generate
 from tandem.generation.laying_out import lay_out_model
+from tandem.generation.make_runner import make_runner
 from tandem.generation.native_runner import NativeRunner, projections, runs_natively
 from tandem.generation.runner import TwinRunner, new_memory
-from tandem.generation.runners import make_runner
 from tandem.generation.stops import Stops
 from tandem.models.frozen import FrozenLinear, freeze_quantized
 from tandem.models.laid_out import LaidOutWeight, lay_out

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from tandem.errors import ModelError
+from tandem.generation.make_runner import make_runner
 from tandem.generation.native_runner import NativeRunner, runs_natively
 from tandem.generation.runner import Runner, TwinRunner
-from tandem.generation.runners import make_runner
 from tandem.models.selfcheck import check_twin
 from tandem.ops import native
 from tandem.ops.attention_context import KVMemory

@@ -16,9 +16,9 @@ from tandem.errors import GenerationError
 from tandem.generation import request_maker
 from tandem.generation.blocks import blocks_for
 from tandem.generation.generator import generate
+from tandem.generation.make_runner import make_runner
 from tandem.generation.native_runner import NativeRunner
 from tandem.generation.record import Record
-from tandem.generation.runners import make_runner
 from tandem.generation.sampler import Sampler, sequence_key
 from tandem.generation.scheduler import Request
 from tandem.generation.session import Session
