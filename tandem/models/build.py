@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.initialization import guard_torch_init_functions
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -55,7 +56,8 @@ def build_model(
     kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     place = parameters_on_meta() if on_meta else nullcontext()
     with place, quiet(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        # Not torch.manual_seed: it seeds GPUs too, and without one formats the stack for later.
+        torch.default_generator.manual_seed(seed)
         model = kind.from_config(
             config,
             dtype=torch.float32,
@@ -73,8 +75,9 @@ def build_model(
 def parameters_on_meta() -> Iterator[None]:
     """Within: a parameter loses its memory when it is registered; buffers keep theirs.
 
-    transformers takes such a parameter for initialized: torch would compute random weights without
-    memory by functions in Python, half of the time that a small model takes to build.
+    transformers takes such a parameter for initialized, and the layers' own initialization is
+    guarded alike: torch would compute random weights without memory by functions in Python, half of
+    the time that a small model takes to build.
     """
     register = nn.Module.register_parameter
 
@@ -88,7 +91,8 @@ def parameters_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
     try:
-        yield
+        with guard_torch_init_functions():
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
