@@ -13,6 +13,7 @@ import pytest
 from tandem.config import reference as config_reference
 from tandem.config.flags import parse_run_flags
 from tandem.config.stages import stage_names
+from tandem.garbage import collected_seldom
 from tandem.launch.flags import take_launch_flags
 from tandem.metrics import reference as metrics_reference
 
@@ -50,14 +51,29 @@ def room_of(module: str) -> str:
 
 
 @cache
+@collected_seldom()
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 @cache
+@collected_seldom()
 def nodes(path: Path) -> list[ast.AST]:
     """Of the whole tree, in ast.walk's order."""
     return list(ast.walk(parsed(path)))
+
+
+def definitions(path: Path) -> list[ast.FunctionDef | ast.ClassDef]:
+    """The functions and classes of a file that are inside no function."""
+    found: list[ast.FunctionDef | ast.ClassDef] = []
+    waiting: list[ast.AST] = [parsed(path)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.append(node)
+        if not isinstance(node, ast.FunctionDef | ast.expr):
+            waiting += ast.iter_child_nodes(node)
+    return found
 
 
 @cache
@@ -157,19 +173,11 @@ def test_public_things_are_documented_and_files_can_be_held_in_the_head(path: Pa
     num_lines = len(path.read_text(encoding="utf-8").splitlines())
     assert ast.get_docstring(parsed(path)), f"{path.name} says nothing of itself"
     assert num_lines <= 400, f"{path.name}: one idea should move out"
-    inside_functions = {
-        id(child)
-        for node in nodes(path)
-        if isinstance(node, ast.FunctionDef)
-        for child in ast.walk(node)
-        if child is not node
-    }
+    found = definitions(path)
     private_bodies = [
-        c.body for c in nodes(path) if isinstance(c, ast.ClassDef) and c.name.startswith("_")
+        c.body for c in found if isinstance(c, ast.ClassDef) and c.name.startswith("_")
     ]
-    for node in nodes(path):
-        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or id(node) in inside_functions:
-            continue
+    for node in found:
         if isinstance(node, ast.FunctionDef):
             assert (node.end_lineno or 0) - node.lineno < 75, f"{node.name} is too long to see"
         is_private = node.name.startswith("_")
