@@ -210,23 +210,27 @@ IN_HALVES = [[(0, 2), (4, 5)], [(2, 4), (5, 6)]]
 SHARED = [[(0, 1), (4, 6)], [(1, 2), (4, 6)], [(2, 3), (4, 6)], [(3, 4), (4, 6)]]
 
 
-@pytest.mark.parametrize(
-    ("shape", "dim", "size", "spans"),
-    [
-        ((8, 6), 0, 4, [[(0, 4)], [(4, 8)]]),
-        ((8, 6), 1, 4, [[(0, 3)], [(3, 6)]]),
-        ((6, 4), 0, 4, [[(0, 3)], [(3, 6)]]),
-        ((2, 4), 1, 4, [[(i, i + 1)] for i in range(4)]),
-        ((10,), 0, 2, [[(0, 5)], [(5, 10)]]),
-        ((6, 3), 0, 4, IN_HALVES),
-        ((3, 6), 1, 4, IN_HALVES),
-        ((6,), 0, 2, IN_HALVES),
-        ((6, 3), 0, 4, SHARED),
-        ((3, 6), 1, 4, SHARED),
-        ((2, 3), 0, 4, [[(0, 1)], [(0, 1)], [(1, 2)], [(1, 2)]]),
+# By the number of ranks: a weight's shape, the axis that is cut, and what each slice holds of it.
+CUTS: dict[int, list[tuple[tuple[int, ...], int, Spans]]] = {
+    4: [
+        ((8, 6), 0, [[(0, 4)], [(4, 8)]]),
+        ((8, 6), 1, [[(0, 3)], [(3, 6)]]),
+        ((6, 4), 0, [[(0, 3)], [(3, 6)]]),
+        ((2, 4), 1, [[(i, i + 1)] for i in range(4)]),
+        ((6, 3), 0, IN_HALVES),
+        ((3, 6), 1, IN_HALVES),
+        ((6, 3), 0, SHARED),
+        ((3, 6), 1, SHARED),
+        ((2, 3), 0, [[(0, 1)], [(0, 1)], [(1, 2)], [(1, 2)]]),
     ],
-)
-def test_a_slice_is_made_of_the_pieces(
-    shape: tuple[int, ...], dim: int, size: int, spans: Spans
-) -> None:
-    assert all(on_ranks(size, cut, shape, dim, spans))
+    2: [((10,), 0, [[(0, 5)], [(5, 10)]]), ((6,), 0, IN_HALVES)],
+}
+
+
+def wrongly_cut(world: World) -> list[tuple[tuple[int, ...], int, Spans]]:
+    return [case for case in CUTS[world.size] if not cut(world, *case)]
+
+
+@pytest.mark.parametrize("size", CUTS)
+def test_a_slice_is_made_of_the_pieces(size: int) -> None:
+    assert on_ranks(size, wrongly_cut) == [[]] * size

@@ -102,9 +102,22 @@ def test_quantized_weights_leave_a_whole_critic_as_it_is(
         assert value.requires_grad
 
 
+@pytest.fixture(scope="module")
+def plain_actor(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: str, preferences: str
+) -> dict[str, Tensor]:
+    """The policy of a run without checkpointing."""
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    return parameters(ran(tiny_config(folder, tiny_model, preferences, **BRIEF)) / "ppo/actor")
+
+
 @pytest.mark.parametrize("roles", ["all", "actor", "critic"])
 def test_checkpointing_of_one_role_changes_no_number(
-    roles: str, tmp_path: Path, tiny_model: str, preferences: str
+    roles: str,
+    tmp_path: Path,
+    tiny_model: str,
+    preferences: str,
+    plain_actor: dict[str, Tensor],
 ) -> None:
     knobs = {"gradient_checkpointing": True, "recompute_roles": roles}
     config = tiny_config(tmp_path / "run", tiny_model, preferences, **BRIEF, **knobs)
@@ -117,12 +130,9 @@ def test_checkpointing_of_one_role_changes_no_number(
         assert recomputes == (roles in ("all", role))
         layout = layout_of(settings, 1, role, on_cpu=True, half=False)
         assert layout.checkpointing == recomputes
-    run = ran(config)
-    plain = tiny_config(tmp_path / "plain", tiny_model, preferences, **BRIEF)
-    expected = parameters(ran(plain) / "ppo/actor")
-    found = parameters(run / "ppo/actor")
-    for name in expected:
-        torch.testing.assert_close(found[name], expected[name], atol=1e-6, rtol=1e-4)
+    found = parameters(ran(config) / "ppo/actor")
+    for name, expected in plain_actor.items():
+        torch.testing.assert_close(found[name], expected, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
