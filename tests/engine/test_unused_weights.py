@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -102,6 +103,12 @@ def trained(
     return {name: whole(value) for name, value in (learner.weights() | steps).items()}
 
 
+def of_each(world: World, function: Callable[..., Any], cases: Iterable[tuple[Any, ...]]) -> Any:
+    """What a function returns for each case, by the same ranks: a process's first model takes half
+    of what a case does."""
+    return [function(world, *case) for case in cases]
+
+
 def assert_unused_stay(found: dict[str, Tensor]) -> None:
     for name, value in Model().named_parameters():
         if ".idle." in name:
@@ -117,8 +124,8 @@ def assert_unused_stay(found: dict[str, Tensor]) -> None:
 def test_a_weight_without_gradient_stays_at_every_stage(kind: str) -> None:
     alone = trained(World(), 0, kind)
     assert_unused_stay(alone)
-    for stage in range(4):
-        for found in on_ranks(2, trained, stage, kind):
+    for by_stage in on_ranks(2, of_each, trained, [(stage, kind) for stage in range(4)]):
+        for found in by_stage:
             assert_unused_stay(found)
             for name, value in alone.items():
                 if name in found:  # torch makes no state for what never had a gradient
@@ -127,52 +134,56 @@ def test_a_weight_without_gradient_stays_at_every_stage(kind: str) -> None:
                     torch.testing.assert_close(found[name], value, rtol=1e-5, atol=near)
 
 
-Layout = tuple[int, int, dict[str, Any]]
-"""Ranks, ranks per node, and what the plan of the shards says."""
 BF16 = {"gather_dtype": torch.bfloat16}
-LAYOUTS: list[Layout] = [
-    *((2, 2, {"stage": stage}) for stage in range(4)),
-    *((2, 2, {"stage": stage, **BF16}) for stage in (1, 2, 3)),
-    (4, 4, {"stage": 2, "replicas": 2}),
-    (2, 1, {"stage": 2, "gradient_bits": 8}),
-    (2, 1, {"stage": 2, "gradient_bits": 4}),
-]
+LAYOUTS: dict[tuple[int, int], list[dict[str, Any]]] = {
+    (2, 2): [
+        *({"stage": stage} for stage in range(4)),
+        *({"stage": stage, **BF16} for stage in (1, 2, 3)),
+    ],
+    (4, 4): [{"stage": 2, "replicas": 2}],
+    (2, 1): [{"stage": 2, "gradient_bits": bits} for bits in (8, 4)],
+}
+"""Ranks and ranks per node -> what the plans of the shards say."""
 
 
 def of_one_rank(world: World, kind: str, part: int, plan: dict[str, Any]) -> dict[str, Tensor]:
     return trained(world, kind=kind, spare_in=(part,), **plan)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_gradient_of_one_rank_moves_the_weight_on_all(layout: Layout) -> None:
+@pytest.mark.parametrize("part", [1, 3])
+@pytest.mark.parametrize(("ranks", "per_node"), LAYOUTS)
+def test_a_gradient_of_one_rank_moves_the_weight_on_all(
+    ranks: int, per_node: int, part: int
+) -> None:
     """In its first or only in its last micro-batch; the others have none of this weight."""
-    ranks, per_node, plan = layout
-    # AdamW's first steps make much of a small gradient that is rounded or sent in few bits.
-    exact = not plan.keys() & {"gather_dtype", "gradient_bits"}
-    near = 8e-3 if plan.get("gradient_bits") == 4 else 2e-3
-    for part in (1, 3):
-        alone = trained(World(), 0, "torch's own", spare_in=(part,))
-        found = on_ranks(ranks, of_one_rank, "torch's own", part, plan, ranks_per_node=per_node)
+    plans = LAYOUTS[ranks, per_node]
+    cases = [("torch's own", part, plan) for plan in plans]
+    alone = trained(World(), 0, "torch's own", spare_in=(part,))
+    by_rank = on_ranks(ranks, of_each, of_one_rank, cases, ranks_per_node=per_node)
+    for plan, *found in zip(plans, *by_rank, strict=True):
+        # AdamW's first steps make much of a small gradient that is rounded or sent in few bits.
+        exact = not plan.keys() & {"gather_dtype", "gradient_bits"}
+        near = 8e-3 if plan.get("gradient_bits") == 4 else 2e-3
         assert_unused_stay(found[0])
         for name, value in found[0].items():
             if exact:
                 torch.testing.assert_close(value, alone[name], rtol=1e-5, atol=1e-6)
-            assert float((value - alone[name]).abs().mean()) < near, name
-            assert all(torch.equal(value, other[name]) for other in found), name
+            assert float((value - alone[name]).abs().mean()) < near, (plan, name)
+            assert all(torch.equal(value, other[name]) for other in found), (plan, name)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_every_optimizer_takes_a_gradient_of_one_rank(stage: int, kind: str) -> None:
-    alone = trained(World(), 0, kind, spare_in=(3,))
-    first, second = on_ranks(2, of_one_rank, kind, 3, {"stage": stage})
-    assert_unused_stay(first)
-    assert not torch.equal(first["spare.weight"], Model().spare.weight)
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
-        # A sum's last bit may round a packed moment to the other neighbor.
-        near = 2e-3 if "moments" in kind else 1e-5
-        torch.testing.assert_close(value, alone[name], rtol=1e-5, atol=near)
+def test_every_optimizer_takes_a_gradient_of_one_rank(stage: int) -> None:
+    cases = [(kind, 3, {"stage": stage}) for kind in KINDS]
+    for kind, first, second in zip(KINDS, *on_ranks(2, of_each, of_one_rank, cases), strict=True):
+        alone = trained(World(), 0, kind, spare_in=(3,))
+        assert_unused_stay(first)
+        assert not torch.equal(first["spare.weight"], Model().spare.weight)
+        for name, value in first.items():
+            assert torch.equal(value, second[name]), (kind, name)
+            # A sum's last bit may round a packed moment to the other neighbor.
+            near = 2e-3 if "moments" in kind else 1e-5
+            torch.testing.assert_close(value, alone[name], rtol=1e-5, atol=near)
 
 
 def of_units_unused(world: World, stage: int) -> dict[str, Tensor]:
@@ -198,8 +209,8 @@ def test_rows_of_one_rank_that_use_no_trained_weight_of_a_unit() -> None:
     """As those of adapters on deepseek_v4's compressors, whose lengths differ by layer."""
     alone = of_units_unused(World(), 0)
     assert not torch.equal(alone["blocks.0.idle.weight"], Model().blocks[0].idle.weight)
-    for stage in range(4):
-        for found in on_ranks(2, of_units_unused, stage):
+    for by_stage in on_ranks(2, of_each, of_units_unused, [(stage,) for stage in range(4)]):
+        for found in by_stage:
             for name, value in alone.items():
                 torch.testing.assert_close(found[name], value)
 
@@ -224,8 +235,8 @@ def gradients_of(world: World, stage: int) -> dict[str, Tensor]:
 def test_rows_shorter_than_a_compressor_takes_on_one_rank() -> None:
     alone = gradients_of(World(), 0)
     assert any("compressor" in name for name in alone)
-    for stage in range(4):
-        for found in on_ranks(2, gradients_of, stage):
+    for by_stage in on_ranks(2, of_each, gradients_of, [(stage,) for stage in range(4)]):
+        for found in by_stage:
             assert found.keys() == alone.keys()
             for name, value in alone.items():
                 scale = float(value.abs().max())
