@@ -120,7 +120,7 @@ def test_a_configuration_of_a_folder_is_a_folder_in_it(tmp_path: Path) -> None:
     assert refused(f"{folder}@base/dev").endswith(f"Write e.g. {folder}@base/train.")
 
 
-@pytest.mark.parametrize("head", ["configs: 5", "configs: true", "configs: [1, a]", "[" * 9000])
+@pytest.mark.parametrize("head", ["configs: 5", "configs: true", "configs: [1, a]", "[" * 1000])
 def test_a_card_that_declares_nothing_readable_changes_nothing(head: str, tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "set", ["a.jsonl"])
     Path(folder, "README.md").write_text(f"---\n{head}\n---\n")
