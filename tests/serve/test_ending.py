@@ -48,10 +48,18 @@ def test_any_number_of_ctrl_cs_is_one_line(model: str, after: str, pauses: Seque
     assert process.returncode == 130
 
 
+UPGRADES = {
+    "websocket": "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n",
+    "h2c": "HTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n",
+}
+"""As a browser asks for a websocket, and curl for HTTP/2 in plain text."""
+
+
 @pytest.mark.parametrize(("limit", "is_full"), [("-n 128", True), ("-S -n 128", False)])
-def test_connections_are_as_many_as_may_be_and_one_more_is_a_line(
+def test_connections_are_as_many_as_may_be_one_more_is_a_line_and_an_upgrade_none(
     model: str, limit: str, is_full: bool
 ) -> None:
+    """One more is one line; an upgrade is answered as plain HTTP, without a line."""
     serve = [sys.executable, "-u", "-m", "tandem", "serve", model, "--port", "0"]
     command = ["sh", "-c", f'ulimit {limit}; exec "$@"', "sh", *serve]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -61,8 +69,14 @@ def test_connections_are_as_many_as_may_be_and_one_more_is_a_line(
         page = next(line for line in process.stdout if line.startswith("page:"))
         found = re.search(r"http://127.0.0.1:(\d+)/", page)
         assert found is not None
+        address = ("127.0.0.1", int(found[1]))
+        for protocol, more in UPGRADES.items():
+            with socket.create_connection(address, timeout=SECONDS) as connection:
+                head = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nUpgrade: {protocol}\r\n"
+                connection.sendall(f"{head}Connection: Upgrade\r\n{more}\r\n".encode())
+                assert connection.recv(100).startswith(b"HTTP/1.1 200")
         for _ in range(160):
-            one = stack.enter_context(socket.create_connection(("127.0.0.1", int(found[1]))))
+            one = stack.enter_context(socket.create_connection(address))
         if is_full:
             assert process.stdout.readline().startswith("warning: there are as many connections")
         else:
@@ -71,28 +85,4 @@ def test_connections_are_as_many_as_may_be_and_one_more_is_a_line(
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate(timeout=SECONDS)
     assert rest == ""
-    assert errors == "tandem: stopped.\n"
-
-
-def test_an_upgrade_is_answered_as_plain_http_without_a_line(model: str) -> None:
-    """A browser's websocket, and HTTP/2 in plain text as curl asks for it."""
-    asked = {
-        "websocket": "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n",
-        "h2c": "HTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n",
-    }
-    command = [sys.executable, "-u", "-m", "tandem", "serve", model, "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        page = next(line for line in process.stdout if line.startswith("page:"))
-        port = int(re.findall(r":(\d+)/", page)[0])
-        for protocol, more in asked.items():
-            with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection:
-                head = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nUpgrade: {protocol}\r\n"
-                connection.sendall(f"{head}Connection: Upgrade\r\n{more}\r\n".encode())
-                assert connection.recv(100).startswith(b"HTTP/1.1 200")
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=SECONDS)
-    finally:
-        process.kill()
     assert errors == "tandem: stopped.\n"
