@@ -84,19 +84,38 @@ def compile_with(march: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def sources(*more: Path) -> str:
+    """The text of all of csrc, and of other files."""
+    files = (*more, *sorted(native.SOURCES.iterdir()))
+    return "".join(file.read_text() for file in files if file.suffix in (".h", ".cpp"))
+
+
+def compile_once(march: str, file: Path, *arguments: str) -> None:
+    """`compile_with`, of a file whose result nobody needs: that this compiler has compiled these
+    sources so is kept beside the C++ operations."""
+    command = [str(native.compiler()), "--version"]
+    version = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    made_from = f"{command}{version}{flags_for(march)}{arguments}{file.name}{sources(file)}"
+    key = hashlib.sha256(made_from.encode()).hexdigest()
+    done = native.cache_folder() / f"{file.stem}-{key[:16]}.compiled"
+    if not done.is_file():
+        compile_with(march, *arguments, str(file), "-o", os.devnull)
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.touch()
+
+
 @cache
-def built(march: str, harness: str, sources: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """A file of this folder and `sources`, for a processor, kept beside the C++ operations."""
+def built(march: str, harness: str, units: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """A file of this folder and `units`, for a processor, kept beside the C++ operations."""
     path = Path(__file__).with_name(harness)
-    files = (path, *sorted(native.SOURCES.iterdir()))
-    text = "".join(file.read_text() for file in files if file.suffix in (".h", ".cpp"))
-    made_from = f"{native.compiler()}{sources}{flags_for(march)}{processor.description()}{text}"
+    made_with = f"{native.compiler()}{units}{flags_for(march)}{processor.description()}"
+    made_from = made_with + sources(path)
     key = hashlib.sha256(made_from.encode()).hexdigest()
     library = native.cache_folder() / f"{path.stem}-{key[:16]}.so"
     if not library.is_file():
         library.parent.mkdir(parents=True, exist_ok=True)
         made = library.with_suffix(f".{os.getpid()}")
-        units = [str(path), *(str(native.SOURCES / f"{name}.cpp") for name in sources)]
-        compile_with(march, *units, "-shared", "-o", str(made), *native._link_flags())
+        files = [str(path), *(str(native.SOURCES / f"{name}.cpp") for name in units)]
+        compile_with(march, *files, "-shared", "-o", str(made), *native._link_flags())
         os.replace(made, library)
     return ctypes.CDLL(str(library))

@@ -24,7 +24,7 @@ from tests.ops.processors import (
     IS_X86,
     ROOT,
     built,
-    compile_with,
+    compile_once,
     named,
     needs_compiler,
     runs_here,
@@ -421,7 +421,7 @@ READS_TORCH = "torch_ops.cpp"  # half a minute
 
 def compile_unit(march: str, unit: str) -> None:
     """Nothing runs: -O0 finds what does not compile, an instruction that is not there too."""
-    compile_with(march, "-O0", "-c", str(native.SOURCES / unit), "-o", os.devnull)
+    compile_once(march, native.SOURCES / unit, "-O0", "-c")
 
 
 @needs_x86
@@ -445,7 +445,7 @@ def test_what_reads_torchs_headers_compiles_for_every_processor(march: str) -> N
 @needs_x86
 def test_processors_with_amx_share_the_layout_of_packed_weights() -> None:
     march = "sapphirerapids"
-    compile_with(march, "-DEXPECT_AMX", "-fsyntax-only", str(ROOT / "tests/ops/products.cpp"))
+    compile_once(march, ROOT / "tests/ops/products.cpp", "-DEXPECT_AMX", "-fsyntax-only")
     for unit in ("gemm.cpp", "products_amx.cpp"):
         compile_unit(march, unit)
 
