@@ -15,7 +15,7 @@ from tandem.data.spoken import as_judged
 from tandem.engine.forward import scored, sequence_scores
 from tandem.engine.placement import Base, Model, Placement
 from tandem.models.load import check_vocabulary, load_tokenizer
-from tandem.models.scalar import normalization
+from tandem.models.scalar import normalization, require_reward_head
 from tandem.objectives.rewards import normalized_scores
 from tandem.parallel.shard import shards_of
 from tandem.types import Rollout, TokenBatch, TokenRow
@@ -170,6 +170,7 @@ def _placed(
 ) -> RewardScorer:
     on_host = "reward" in placement.settings.parallel.offload
     model = placement.scalar(source, trained=False, needs_head=True, on_host=on_host, base=base)
+    require_reward_head(model, source if isinstance(source, str) else type(source).__name__)
     check_vocabulary(model, tokenizer)
     max_tokens = placement.settings.micro_batch_tokens
     return RewardScorer(model, Renderer(tokenizer), max_tokens=max_tokens, further=further)

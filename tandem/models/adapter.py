@@ -3,15 +3,16 @@
 Keys are `base_model.model.<layer>.lora_A.weight`; a classification model's head is saved whole
 under `base_model.model.score.weight` (PEFT's modules_to_save). Trained rows of tokens are under
 `base_model.model.<layer>.token_adapter.trainable_tokens_delta`, in the order of the config's
-trainable_token_indices: values, although PEFT calls them deltas. The scores' mean and sd are in the
-metadata of the safetensors file, which PEFT ignores.
+trainable_token_indices: values, although PEFT calls them deltas. The scores' mean and sd, and that
+a head is a critic's, are in the metadata of the safetensors file, which PEFT ignores.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ from tandem.tensor_files import open_tensors
 from tandem.text import cause_of
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+VALUE_HEAD = "value_head"
+"""In a model's config and an adapter's metadata: its scalar head is a critic's."""
 _PREFIX = "base_model.model."
 _ROWS = ".token_adapter.trainable_tokens_delta"
 _TOKENS = "trainable_token_indices"
@@ -104,6 +107,8 @@ def save_adapter(
                 metadata[name] = repr(float(getattr(model.config, name)))
         if scales := getattr(model.config, "grade_scales", None):
             metadata["grade_scales"] = json.dumps(scales)
+        if getattr(model.config, VALUE_HEAD, False):
+            metadata[VALUE_HEAD] = "true"
     target, writers = Path(folder), writers or Writers()
     if writers.is_first:
         (target / ADAPTER_WEIGHTS).unlink(missing_ok=True)
@@ -152,7 +157,27 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> list[str]:
             setattr(model.config, name, float(metadata[name]))
     if "grade_scales" in metadata:
         model.config.grade_scales = json.loads(metadata["grade_scales"])
+    if scalar_head(model) is not None:  # the adapter brings the head, so the base's is not used
+        set_value_head(model, is_critics=metadata.get(VALUE_HEAD) == "true")
     return names
+
+
+def set_value_head(model: PreTrainedModel, *, is_critics: bool) -> None:
+    """Keep with a scalar model, in its config, whether its head is a critic's."""
+    if is_critics:
+        setattr(model.config, VALUE_HEAD, True)
+    elif hasattr(model.config, VALUE_HEAD):
+        delattr(model.config, VALUE_HEAD)
+
+
+def brings_value_head(folder: str | Path) -> bool:
+    """Whether the head that a scalar model's adapter brings is a critic's.
+
+    Raises:
+        ModelError: its file is damaged.
+    """
+    with _opened(Path(folder) / ADAPTER_WEIGHTS) as file:
+        return (file.metadata() or {}).get(VALUE_HEAD) == "true"
 
 
 def _peft_config(
@@ -235,15 +260,20 @@ def _read_tensors(file: Path, numbers: Sequence[int]) -> tuple[dict[str, Tensor]
     Args:
         numbers: how the base's files count its layers.
     """
+    with _opened(file) as opened:
+        tensors = {
+            own_name(key.removeprefix(_PREFIX), numbers): opened.get_tensor(key).to(torch.float32)
+            for key in opened.keys()  # noqa: SIM118, it is not a mapping
+        }
+        return tensors, opened.metadata() or {}
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """An adapter's tensors and metadata, as `safe_open` gives them."""
     try:
         with open_tensors(file) as opened:
-            tensors = {
-                own_name(key.removeprefix(_PREFIX), numbers): opened.get_tensor(key).to(
-                    torch.float32
-                )
-                for key in opened.keys()  # noqa: SIM118, it is not a mapping
-            }
-            return tensors, opened.metadata() or {}
+            yield opened
     except (OSError, SafetensorError) as error:
         raise ModelError(
             f"{file} must be a whole safetensors file; got: {cause_of(error)}. Save the adapter "

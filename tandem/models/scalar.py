@@ -4,7 +4,7 @@ Nothing is added to the class, so saving is save_pretrained and anyone's
 AutoModelForSequenceClassification loads it. Families for which transformers has no such class get
 one built alike (`classifiers`), which only Tandem loads. The mean and sd that normalize the scores
 are attributes of its config, `score_mean` and `score_std`, and so in config.json, as are the
-`grade_scales` of a model that has learned grades.
+`grade_scales` of a model that has learned grades, and `value_head` of a critic.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tandem.errors import ModelError
-from tandem.models.adapter import load_adapter
+from tandem.models.adapter import VALUE_HEAD, brings_value_head, load_adapter
 from tandem.models.build import build_model, require_decoder, set_dropout
 from tandem.models.classifiers import one_output, require_classifier, take_backbone
 from tandem.models.folder import read_headers
@@ -89,7 +89,8 @@ def check_scalar_model(
     alone.
 
     Args:
-        needs_head: refuse a language model, whose head would be random.
+        needs_head: refuse what cannot score answers: a language model, whose head would be random,
+            and a critic.
     Raises:
         ModelError: as `load_scalar_model`.
     """
@@ -99,6 +100,10 @@ def check_scalar_model(
     outputs = _outputs(base, config) if has_scalar_head(base, config) else 0
     brings_head = opened.adapter is not None and classifies(opened.adapter)
     _require_fit(base, config, outputs, needs_head and not brings_head)
+    if needs_head and opened.adapter is not None and brings_head:
+        _require_no_critic(opened.adapter, brings_value_head(opened.adapter))
+    elif needs_head:
+        _require_no_critic(base.name, has_value_head(config))
 
 
 def _outputs(source: Located, config: PreTrainedConfig) -> int:
@@ -231,6 +236,29 @@ def set_grade_scales(model: PreTrainedModel, scales: Mapping[str, tuple[float, f
         model.config.grade_scales = {name: list(scale) for name, scale in scales.items()}
     elif hasattr(model.config, "grade_scales"):
         del model.config.grade_scales
+
+
+def has_value_head(config: PreTrainedConfig) -> bool:
+    """Whether a scalar model is a critic: its head predicts the reward of an unfinished answer."""
+    return bool(getattr(config, VALUE_HEAD, False))
+
+
+def require_reward_head(model: PreTrainedModel, name: str) -> None:
+    """Refuse a critic in place of a reward model.
+
+    Raises:
+        ModelError: it is one.
+    """
+    _require_no_critic(name, has_value_head(model.config))
+
+
+def _require_no_critic(name: str, is_critic: bool) -> None:
+    if is_critic:
+        raise ModelError(
+            f"model {name!r} must score whole answers; got a critic, which predicts the rewards of "
+            "unfinished ones. Give a reward model, such as the one that the critic was trained "
+            "with; a critic is for --critic-model."
+        )
 
 
 def _require_head(model: PreTrainedModel) -> nn.Linear:

@@ -29,6 +29,7 @@ from tandem.errors import ConfigError, DataError
 from tandem.generation.limits import max_positions
 from tandem.generation.sampler import sequence_key
 from tandem.metrics.log import Answer
+from tandem.models.adapter import set_value_head
 from tandem.rewards.per_token import is_per_token
 from tandem.rewards.scoring import RewardFunctions
 from tandem.training.answer_records import AnswerKeeper
@@ -329,6 +330,7 @@ def save_engine(engine: RLHFEngine, rows: Rendered, folder: Path, *, dtype: str)
     if engine.critic is not None and engine.critic_learner is not None:
         tokenizer, masters = engine.tokenizer, engine.critic_learner.masters
         tokenizer = with_template(tokenizer, engine.renderer)
+        set_value_head(engine.critic, is_critics=True)
         save_anywhere(engine.critic, tokenizer, folder / "critic", masters, dtype)
     if engine.ema is not None:
         with engine.ema.exact():

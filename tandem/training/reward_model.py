@@ -15,6 +15,7 @@ from torch.nn.functional import softplus
 from tandem.data.trained_tokens import tokens_to_train
 from tandem.engine.scoring import RewardScorer
 from tandem.errors import ModelError
+from tandem.models.adapter import set_value_head
 from tandem.models.load import check_vocabulary
 from tandem.models.scalar import set_grade_scales, set_normalization
 from tandem.objectives.grades import Scale
@@ -56,6 +57,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     model = run.placement.scalar(source, trained=True, tokens=tokens)
     check_vocabulary(model, rows.reward_tokenizer)
     set_normalization(model, 0.0, 1.0)  # an earlier reward model's are not this one's
+    set_value_head(model, is_critics=False)  # what it starts from may be one
     set_grade_scales(model, {name: (scale.mean, scale.std) for name, scale in scales.items()})
     scorer = RewardScorer(model, rows.reward_renderer, max_tokens=config.micro_batch_tokens)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from tandem.config.load import check_config
 from tandem.config.stages import stage_of
 from tandem.data.render import Renderer
 from tandem.errors import CheckpointError, ConfigError, ModelError
+from tandem.models.scalar import check_scalar_model
 from tandem.predict.memory import Device, Models, stage_memory
 from tandem.predict.models import config_of, configs_beside
 from tandem.predict.rows import Rows
@@ -92,6 +94,32 @@ def test_a_reward_model_judges_and_another_estimates(
     assert torch.equal(engine.critic.score.weight, classifier.score.weight)
     assert engine.critic.config.hidden_size == 16
     assert engine.scorer.models[0].config.hidden_size == 32
+
+
+def test_a_critic_is_no_reward_model(tmp_path: Path, tiny_model: str, preferences: str) -> None:
+    """Nor is its adapter; what a reward stage makes of it is one."""
+    brief = {"lora__rank": 2, "sft__max_steps": 1, "reward__max_steps": 1, "ppo__steps": 1}
+    run = ran(tiny_config(tmp_path / "run", tiny_model, preferences, **brief))
+    critic = run / "ppo/critic"
+    for folder in (critic, critic / "adapter"):
+        given = {"stages": ["ppo"], "reward_model": str(folder), "lora__rank": 2}
+        config = tiny_config(tmp_path / "judged", tiny_model, preferences, **given)
+        with pytest.raises(ModelError, match="must score whole answers; got a critic") as early:
+            ran(config)
+        assert not (tmp_path / "judged").exists(), "before anything is read"
+        assert str(folder) in str(early.value)
+        with pytest.raises(ModelError, match="a critic is for --critic-model"):
+            make_engine(config, tiny_model, reward_model=folder)
+    for folder in (run / "reward", run / "reward/adapter"):
+        check_scalar_model(folder, needs_head=True)
+    check_scalar_model(critic)
+    again = {"stages": ["reward"], "reward_model": str(critic), **brief}
+    learned = ran(tiny_config(tmp_path / "again", tiny_model, preferences, **again)) / "reward"
+    assert "value_head" not in json.loads((learned / "config.json").read_text())
+    for folder in (learned, learned / "adapter"):
+        check_scalar_model(folder, needs_head=True)
+    engine = make_engine(config, tiny_model, reward_model=learned, critic=critic)
+    assert engine.critic is not None
 
 
 def test_the_forecast_counts_its_shape(
