@@ -174,8 +174,9 @@ Loader = Callable[..., Any]
 
 
 def hub(monkeypatch: pytest.MonkeyPatch, load: Loader) -> list[tuple[Any, ...]]:
-    """What `load_dataset` was asked for, instead of the hub."""
+    """What `load_dataset` was asked for, instead of the hub, which answers."""
     datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: None)
     asked: list[tuple[Any, ...]] = []
 
     def load_dataset(*names: str, **options: str) -> Any:

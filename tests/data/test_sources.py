@@ -5,12 +5,16 @@ from __future__ import annotations
 import builtins
 import gzip
 import json
+import re
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import RepositoryNotFoundError
 
 from tandem.data.reading import sources as sources_module
 from tandem.data.reading.sources import (
@@ -306,12 +310,22 @@ def test_a_damaged_saved_dataset_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_hub_names_go_through_load_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("answer", ["rows", "not found"])
+def test_hub_names_go_through_load_dataset(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the hub says of them first."""
     datasets = pytest.importorskip("datasets")
     asked = []
 
+    def dataset_info(hub: Any, name: str, **_: Any) -> None:
+        if answer == "not found":
+            response = SimpleNamespace(headers={}, request=None)
+            raise RepositoryNotFoundError("404", response=response)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
+
     def load_dataset(name: str) -> Any:
         asked.append(name)
+        assert not datasets.config.HF_HUB_OFFLINE
         return {"train": [{"text": "a"}], "test": [{"text": "b"}]}
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -320,19 +334,49 @@ def test_hub_names_go_through_load_dataset(monkeypatch: pytest.MonkeyPatch) -> N
     assert str(row.source) == "someone/some-set:1"
 
 
-def test_no_network_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_network(monkeypatch: pytest.MonkeyPatch, cache: Path) -> str:
+    """The hub's address, where nothing listens; who waits to ask it again fails."""
     datasets = pytest.importorskip("datasets")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        hub = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: pytest.fail("waited"))
+    return hub
 
-    def load_dataset(name: str) -> Any:
-        raise ConnectionError("Couldn't reach the Hub\nTraceback of many lines")
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+def test_no_network_is_one_line_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = without_network(monkeypatch, tmp_path)
     with pytest.raises(DataError) as error:
-        list(read_rows(DataSpec("x", "someone/some-set")))
-    assert "reachable hub name; got ConnectionError: Couldn't reach the Hub. Check" in str(
-        error.value
+        list(read_rows(parse_spec("someone/some-set")))
+    assert re.fullmatch(
+        "data set someone/some-set must be a file, a folder or a reachable hub name; got no such "
+        rf"path, nothing in the cache and no answer from {hub} \(.*refused\). Check the spelling "
+        "and the network, or give a local file.",
+        str(error.value),
     )
-    assert "\n" not in str(error.value)
+
+
+def test_without_network_the_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_network(monkeypatch, tmp_path / "cache")
+    (tmp_path / "a.jsonl").write_text('{"text": "kept"}\n')
+    import datasets
+
+    datasets.load_dataset("json", data_files=str(tmp_path / "a.jsonl"))
+    (made,) = (tmp_path / "cache/json").iterdir()
+    kept = tmp_path / "cache/someone___some-set/default"  # as if it had come from the hub
+    kept.parent.mkdir()
+    made.rename(kept)
+    (rows,) = kept.rglob("json-train.arrow")
+    rows.rename(rows.with_name("some-set-train.arrow"))
+    assert columns_of("someone/some-set") == [{"text": "kept"}]
+    assert not datasets.config.HF_HUB_OFFLINE
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: pytest.fail("asked"))
+    assert columns_of("someone/some-set") == [{"text": "kept"}]
 
 
 @pytest.mark.parametrize(

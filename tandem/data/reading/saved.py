@@ -4,7 +4,8 @@ on the hub."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from tandem.data.reading.formats import Rows, unconvertible
 from tandem.data.reading.parts import Part, unknown
 from tandem.data.rows import RawRow
 from tandem.errors import DataError
-from tandem.text import first_line, visible
+from tandem.text import cause_of, first_line, visible
 from tandem.types import Source
 
 _FORMAT_NAMES = {"csv", "json", "parquet", "text", "arrow", "pandas", "imagefolder"}
+_HUB_TIMEOUT_SECONDS = 10.0
 _NO_CONFIGURATION = re.compile(
     r"Config name is missing|BuilderConfig .* not found|for config '|configurations in the cache"
 )
@@ -58,8 +60,10 @@ def rows_through_datasets(name: str, part: Part, folder: Path | None) -> Rows:
     try:
         if is_saved:
             loaded = datasets.load_from_disk(str(folder))
+        elif folder is not None:
+            loaded = _configured(datasets, part, str(folder))
         else:
-            loaded = _configured(datasets, part, str(folder) if folder else part.base)
+            loaded = _from_hub(datasets, part)
     except DataError:
         raise
     # The package and the network beneath it raise errors of many unrelated classes.
@@ -71,6 +75,51 @@ def rows_through_datasets(name: str, part: Part, folder: Path | None) -> Rows:
 def is_saved_dataset(folder: Path) -> bool:
     """Whether `save_to_disk` wrote it."""
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def _from_hub(datasets: Any, part: Part) -> Any:
+    """A data set of the hub, or of the package's cache where the hub does not answer.
+
+    The hub is asked once first: the package would ask an unreachable one six times, for half a
+    minute, before it looks into its cache.
+    """
+    no_answer = "" if datasets.config.HF_HUB_OFFLINE else _no_answer(part.base)
+    if not no_answer:
+        return _configured(datasets, part, part.base)
+    try:
+        with _offline(datasets):
+            return _configured(datasets, part, part.base)
+    except ConnectionError:
+        raise DataError(
+            f"data set {visible(part.text)} must be a file, a folder or a reachable hub name; got "
+            f"no such path, nothing in the cache and no answer from {no_answer}. Check the "
+            "spelling and the network, or give a local file."
+        ) from None
+
+
+def _no_answer(name: str) -> str:
+    """The hub that cannot be asked for a data set, and why; empty if it answers, even an error."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    hub = HfApi()
+    try:
+        hub.dataset_info(name, timeout=_HUB_TIMEOUT_SECONDS)
+    except (HfHubHTTPError, ValueError):  # ValueError: no name of the hub's, or no answer of a hub
+        return ""
+    except Exception as error:  # the client raises many kinds of errors
+        return f"{visible(hub.endpoint)} ({cause_of(error)})"
+    return ""
+
+
+@contextmanager
+def _offline(datasets: Any) -> Iterator[None]:
+    """Within: the package reads its cache alone."""
+    before, datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
 
 
 def _configured(datasets: Any, part: Part, source: str) -> Any:
