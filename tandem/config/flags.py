@@ -31,7 +31,7 @@ from tandem.config.load import (
 from tandem.config.nearest import SHORT_NAMES, advice, empty_list
 from tandem.config.pages import flag_lines
 from tandem.config.schema import RunConfig
-from tandem.config.spellings import CONVERSIONS, conversion, knob_meant, listed, note_of, plain
+from tandem.config.spellings import conversion, knob_meant, listed, note_of, plain
 from tandem.config.stages import (
     DEFAULT,
     defaults_of,
@@ -82,8 +82,8 @@ def parse_run_flags(
     hints = knob_types()
     line = _CommandLine(command, argv, reader=reader, program=program)
     stages = [command if reader is None else reader.stage]
-    section = "" if command == "train" else stage_of(stages[0]).section
-    config, values, notes, in_file = read_named(line.given.get("config"), section)
+    own = "" if command == "train" else stages[0]
+    config, values, notes, in_file = read_named(line.given.get("config"), own)
     if reader is not None:
         config, values = reader.start, plain_values(reader.start)
     if command == "train":
@@ -230,7 +230,8 @@ class _CommandLine:
         self._command, self._program = command, program or command
         self._rl = rl
         stage = command if reader is None else reader.stage
-        self._section = "" if stage == "train" else stage_of(stage).section
+        self._stage = "" if stage == "train" else stage
+        self._section = stage_of(stage).section if self._stage else ""
         self._read_knobs = [n for n in knob_types() if reader is None or reader.reads(n)]
         self._help = "--help-all" if reader is None else "--help"
         self._shorts = short_flags(rl or self._section) | dict(reader.shorts if reader else {})
@@ -324,10 +325,8 @@ class _CommandLine:
     def _hint(self, flag: str) -> str:
         """What to write instead of an unknown flag; empty if nothing is close."""
         name = flag.lstrip("-").removeprefix("no-")
-        own = [self._section] if self._section else [stage_of(name).section for name in DEFAULT]
-        if f"{self._command}.{plain(name)}" in CONVERSIONS:
-            own = [self._command]
-        elif self._rl:
+        own = [self._stage] if self._stage else [*DEFAULT]
+        if self._rl:
             own = [self._rl] if conversion(name, self._rl) else [*own, self._rl]
         spell = _flag if "." in flag else lambda name: self._shorts.get(name, _flag(name))
         return advice(name, self._read_knobs, own, spell)

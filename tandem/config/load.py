@@ -21,7 +21,7 @@ from tandem.config.nearest import advice
 from tandem.config.rules import rule_problems
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.spellings import conversion, knob_meant, note_of, with_dotted_verl
-from tandem.config.stages import defaults_of, of_family, rl_stage, stage_names
+from tandem.config.stages import defaults_of, of_family, rl_stage, stage_names, stage_of
 from tandem.config.yaml_file import read_file
 from tandem.errors import ConfigError
 from tandem.text import is_unicode
@@ -71,33 +71,33 @@ def build_config(
     return config
 
 
-def read_named(path: str | None, section: str = "") -> tuple[RunConfig, Any, list[str], list[str]]:
+def read_named(path: str | None, stage: str = "") -> tuple[RunConfig, Any, list[str], list[str]]:
     """The file of --config, if it is given, as a configuration and as nested values; a note on
     other names; what is wrong, if anything.
 
     Args:
-        section: the command's own, whose knobs may stand outside it under another trainer's name.
+        stage: the command's, whose knobs may stand outside its section under others' names.
     """
     if not path:
         return RunConfig(), {}, [], []
     try:
-        values, others, problems = with_our_names(read_file(path), section)
+        values, others, problems = with_our_names(read_file(path), stage)
     except ConfigError as error:
         return RunConfig(), {}, [], [str(error).rstrip(".")]
-    config, mistakes = build(values, section)
+    config, mistakes = build(values, stage)
     wrong = "; ".join(problem.rstrip(".") for problem in (*problems, *mistakes))
     notes = [f"{path}: {'; '.join(others)}"] if others else []
     return config, values, notes, [f"{path}: {wrong}"] if wrong else []
 
 
-def build(values: Any, section: str = "") -> tuple[RunConfig, list[str]]:
+def build(values: Any, stage: str = "") -> tuple[RunConfig, list[str]]:
     """A configuration from our own names only, and its problems; wrong knobs keep their defaults.
 
     Args:
-        section: whose knobs an unknown name may rather mean.
+        stage: whose knobs an unknown name may rather mean.
     """
     problems: list[str] = []
-    config = _build(RunConfig, values, "", problems, [section] if section else [])
+    config = _build(RunConfig, values, "", problems, [stage] if stage else [])
     for name, value in defaults_of(config.stages).items():
         section, _, last = name.rpartition(".")
         if last not in _mapping(values, section):
@@ -112,17 +112,17 @@ def build(values: Any, section: str = "") -> tuple[RunConfig, list[str]]:
     return config, problems
 
 
-def with_our_names(values: Any, section: str = "") -> tuple[Any, list[str], list[str]]:
+def with_our_names(values: Any, stage: str = "") -> tuple[Any, list[str], list[str]]:
     """Nested values under our names, a note on each other name, and problems with those. Names that
     do not stand for exactly one knob stay, for `build` to refuse.
 
     Args:
-        section: the one that other trainers' names outside all sections are of.
+        stage: in whose section other trainers' names outside all sections are.
     """
     others: list[tuple[str, str, Any]] = []
     known = [name for name, _ in config_knobs()]
     values = with_dotted_verl(values, _sections()) if isinstance(values, Mapping) else values
-    values = _without_aliases(values, "", known, others, section)
+    values = _without_aliases(values, "", known, others, stage and stage_of(stage).section)
     notes, problems = [], []
     for name, knob, value in others:
         if not set_knob(values, knob, value, replace=False):
@@ -284,13 +284,13 @@ def _without_aliases(
 
 
 def _build(
-    cls: type[T], raw: Any, prefix: str, problems: list[str], sections: typing.Sequence[str]
+    cls: type[T], raw: Any, prefix: str, problems: list[str], stages: typing.Sequence[str]
 ) -> T:
-    """One dataclass from a mapping; collects every problem. Knobs in `sections` are preferred in
+    """One dataclass from a mapping; collects every problem. Knobs of `stages` are preferred in
     advice."""
     if not isinstance(raw, Mapping):
         section = prefix.rstrip(".") or "the file"
-        told = _hint(section, sections) if conversion(section) else "Write `knob: value`"
+        told = _hint(section, stages) if conversion(section) else "Write `knob: value`"
         problems.append(f"{section} must be a mapping of knobs; got {raw!r}. {told}")
         return cls()
     hints = type_hints(cls)
@@ -299,12 +299,12 @@ def _build(
     for key, value in raw.items():
         name = f"{prefix}{key}"
         if key not in hints:
-            told = _hint(name, sections)
+            told = _hint(name, stages)
             problems += [f"{name} is not a knob. {told}"] if told else []
             strange += [] if told else [name]
         elif dataclasses.is_dataclass(hints[key]):
             nested = typing.cast(type, hints[key])
-            values[key] = _build(nested, value, f"{name}.", problems, sections)
+            values[key] = _build(nested, value, f"{name}.", problems, stages)
         else:
             if name == "sampling.json_schema" and isinstance(value, Mapping):
                 value = json.dumps(value)  # in YAML it need be no text
@@ -318,9 +318,9 @@ def _build(
     return cls(**values)
 
 
-def _hint(name: str, own: typing.Sequence[str]) -> str:
+def _hint(name: str, stages: typing.Sequence[str]) -> str:
     """What a wrong key may mean; empty if nothing is close."""
-    if told := advice(name, [knob for knob, _ in config_knobs()], own, str):
+    if told := advice(name, [knob for knob, _ in config_knobs()], stages, str):
         return told
     near = difflib.get_close_matches(name, _sections(), n=1) if "." not in name else []
     return f"Did you mean {near[0]}?" if near else ""

@@ -16,6 +16,7 @@ from tandem.config.spellings import (
     ending,
     listed,
     plain,
+    section_meant,
     spelled,
     within,
 )
@@ -53,15 +54,16 @@ _LOOSELY = {
 
 
 def advice(
-    wanted: str, known: Iterable[str], sections: Sequence[str], spell: Callable[[str], str]
+    wanted: str, known: Iterable[str], stages: Sequence[str], spell: Callable[[str], str]
 ) -> str:
     """What to write instead of an unknown name; empty if nothing is close.
 
     Args:
-        wanted, known, sections: as for `nearest_knobs`.
+        wanted, known: as for `nearest_knobs`.
+        stages: the command's; knobs in their sections are preferred.
         spell: a knob's name as the user writes it, as a key or as a flag.
     """
-    names = list(known)
+    names, sections = list(known), [section_meant(wanted, stage) for stage in stages]
     sentences = conversion_advice(wanted, names, sections, spell)
     if not conversion(wanted, sections[0] if len(sections) == 1 else "") and (
         near := nearest_knobs(wanted, names, sections)

@@ -117,6 +117,12 @@ def conversion(name: str, section: str = "") -> tuple[str, str] | None:
     return CONVERSIONS.get(f"{inside or section}.{last}") or CONVERSIONS.get(last)
 
 
+def section_meant(name: str, stage: str) -> str:
+    """The section of a name that stands without one, for the command of a stage: the stage itself
+    where `CONVERSIONS` has the name for that command."""
+    return stage if f"{stage}.{plain(name)}" in CONVERSIONS else stage_of(stage).section
+
+
 def conversion_advice(
     name: str, known: Iterable[str], sections: Sequence[str], spell: Callable[[str], str]
 ) -> list[str]:

@@ -292,6 +292,24 @@ def test_another_trainers_file_is_read_and_answered_as_its_flags_are(tmp_path: P
     assert "Did you mean sft.learning_rate, reward.learning_rate, " in refused(f"--config {file}")
 
 
+@pytest.mark.parametrize(
+    ("command", "part"),
+    [
+        ("online-dpo", "beta is not a knob. Use dpo.beta: the same value"),
+        ("ppo", "beta is not a knob. Use ppo.kl_coef: together with"),
+        ("distill", "beta is not a knob. Use grpo.kl and grpo.kl_coef: "),
+    ],
+)
+def test_a_name_in_a_file_means_what_it_does_for_the_command(
+    command: str, part: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("beta: 0.1\n")
+    said = refused(f"--config {file}", command)
+    assert part in said
+    assert ("kl_coef" in said) == (command != "online-dpo")
+
+
 def test_verls_file_is_read_and_answered_as_its_arguments_are(tmp_path: Path) -> None:
     file = tmp_path / "verl.yaml"
     file.write_text(
