@@ -118,6 +118,13 @@ def test_an_alarm_has_its_rules_value_and_threshold():
     assert "missing_eos_penalty" in alarm.advice
 
 
+def test_who_learns_the_references_distributions_is_not_told_to_learn_more_of_them():
+    """The perplexity of texts then goes to the reference's, the faster the higher ptx_coef is."""
+    for stage in ("distill", "grpo"):
+        (alarm,) = check_alarms(stage, history(stage, "heldout_ptx_perplexity", [2.0, 8.0]))
+        assert "With grpo.ptx_target reference, choose tokens:" in alarm.advice
+
+
 def test_a_stage_without_rewards_is_told_no_knob_that_it_refuses():
     unread = {name for name in stage_of("distill").unread if "_" in name}
     for rule in ALARMS:
