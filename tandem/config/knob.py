@@ -16,15 +16,22 @@ RL = ("train", "rl")
 train. A stage's own section is only on that stage's page (see `Stage.commons`)."""
 
 
-class _Unset:
-    """The type of `UNSET`."""
+class Unset:
+    """The default of a knob that another one sets where nothing was given, before anybody reads
+    it."""
+
+    def __init__(self, in_words: str) -> None:
+        """
+        Args:
+            in_words: the default, as help and reference show it.
+        """
+        self._in_words = in_words
 
     def __str__(self) -> str:
-        return "the algorithm's"
+        return self._in_words
 
 
-UNSET = _Unset()
-"""The default of a knob that another one sets where nothing was given, before anybody reads it."""
+UNSET = Unset("the algorithm's")
 
 
 def knob(

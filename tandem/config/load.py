@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from tandem.config.knob import UNSET
+from tandem.config.knob import Unset
 from tandem.config.nearest import advice
 from tandem.config.rules import rule_problems
 from tandem.config.schema import RunConfig, rl_section
@@ -140,7 +140,7 @@ def without_presets(values: dict[str, Any], given: Any) -> dict[str, Any]:
     Args:
         given: the nested values that they were built from; what is in these stays.
     """
-    preset = {name for name, knob in config_knobs() if knob.default is UNSET}
+    preset = {name for name, knob in config_knobs() if isinstance(knob.default, Unset)}
     sizes = {f"{stage.section}.minibatch_size" for stage in of_family(stage_names(), "rl")}
     for name in preset | defaults_of(stage_names()).keys() | sizes:
         section, _, last = name.rpartition(".")

@@ -14,7 +14,7 @@ from typing import Literal
 from tandem.config.dataset import DataConfig
 from tandem.config.grpo import CriticFreeConfig
 from tandem.config.guards import GuardConfig, LogConfig
-from tandem.config.knob import RL, STEPS, UNSET, at_home, knob, require_sections
+from tandem.config.knob import RL, STEPS, UNSET, Unset, at_home, knob, require_sections
 from tandem.config.lora import LoraConfig
 from tandem.config.optimizer import OptimizerConfig, SupervisedConfig
 from tandem.config.parallel import ParallelConfig
@@ -142,8 +142,9 @@ class RLConfig:
     """KL per answer, in nats, that kl_coef is adapted to reach (arXiv:1909.08593); 0: fixed."""
     kl_horizon: int = knob(10_000, ge=1)
     """Answers over which the adaptive coefficient can change by a factor of about e^0.2."""
-    reward_clip: float = knob(10.0, ge=0)
-    """Scores are clipped to +- this after normalization, and counted; 0 is off."""
+    reward_clip: float = knob(Unset("10, with functions 0"), ge=0)
+    """Scores are clipped to +- this after normalization, and counted; 0 is off, as by default where
+    a reward function scores, on a scale of its own."""
     missing_eos_penalty: float = knob(1.0, ge=0)
     """Subtracted from the score of an answer that the length limit cut off."""
     entropy_coef: float = knob(0.0, ge=0)
@@ -209,6 +210,8 @@ class RLConfig:
         if isinstance(self.reward_function, str):  # one function, as the knob took it before
             one = (self.reward_function,) if self.reward_function else ()
             object.__setattr__(self, "reward_function", one)
+        if isinstance(self.reward_clip, Unset):
+            object.__setattr__(self, "reward_clip", 0.0 if self.reward_function else 10.0)
         at_home(self)
 
     @property

@@ -432,6 +432,30 @@ def test_types_are_checked_in_python_too() -> None:
 
 
 @pytest.mark.parametrize(
+    ("command", "flags", "bound"),
+    [
+        ("ppo", "--reward-model r", 10),
+        ("ppo", "--reward-function a.py:f", 0),
+        ("ppo", "--reward-model r --reward-function a.py:f", 0),
+        ("ppo", "--reward-function a.py:f --ppo.reward-clip 10", 10),
+        ("ppo", "--reward-model r --ppo.reward-clip 0", 0),
+        ("online-dpo", "--reward-function a.py:f", 0),
+        ("train", "--reward-function a.py:f", 0),
+        ("train", "", 10),
+    ],
+)
+def test_scores_of_a_reward_model_alone_are_clipped_by_default(
+    command: str, flags: str, bound: float, tmp_path: Path
+) -> None:
+    config = parse_run_flags(["--actor-model", "m", "--data", "d", *flags.split()], command)
+    assert config.ppo.reward_clip == bound
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(config))
+    assert load_config(file) == config
+    assert parse_run_flags(["--config", str(file)], "train").ppo.reward_clip == bound
+
+
+@pytest.mark.parametrize(
     ("command", "flags", "said"),
     [
         ("kto", "--dpo.sft-coef 0.1", "--dpo.sft-coef has no effect, as kto does not read it"),
