@@ -35,11 +35,12 @@ class FormError(ValueError):
 class AnswerForm:
     """What whole answers must be.
 
-    kind: of `text`; both others are in Lark's notation, grammar a user's, lark made by Tandem.
+    kind: of `text`; lark is in Lark's notation and made by Tandem, grammar is a user's in the same,
+    and written is one as it came, in Lark's or llama.cpp's, until `check` reads it.
     other: a form that answers may have instead.
     """
 
-    kind: Literal["json_schema", "regex", "lark", "grammar"]
+    kind: Literal["json_schema", "regex", "lark", "grammar", "written"]
     text: str
     other: AnswerForm | None = None
 
@@ -64,20 +65,9 @@ class AnswerForm:
 
     @staticmethod
     def of_grammar(text: str) -> AnswerForm:
-        """A grammar in Lark's notation, or in llama.cpp's (GBNF).
-
-        Raises:
-            FormError: it is neither, or the library is missing.
-        """
-        require_library()
-        from llguidance.gbnf_to_lark import any_to_lark
-
-        if found := too_long(text):
-            raise FormError(f"be a grammar that can be followed in time; got {found}")
-        try:
-            return AnswerForm("grammar", any_to_lark(text))
-        except Exception as error:  # of a parser that raises many
-            raise FormError(f"be a grammar; got what cannot be read: {_short(error)}") from None
+        """A grammar in Lark's notation, or in llama.cpp's (GBNF); read by `check`, as it takes up to
+        a quarter of a second."""
+        return AnswerForm("written", text)
 
     def or_else(self, other: AnswerForm) -> AnswerForm:
         """Answers of either form."""
@@ -111,12 +101,14 @@ class AnswerForm:
         return parser_limits(has_rules=has_rules)
 
     def check(self) -> AnswerForm:
-        """The form itself.
+        """The form itself, a grammar in Lark's notation.
 
         Raises:
-            FormError: its grammar cannot be followed, or the library is missing.
+            FormError: its grammar cannot be read or followed, or the library is missing.
         """
         require_library()
+        if self.kind == "written":
+            return self._read().check()
         if found := too_costly(self.kind, self.text):
             raise FormError(f"be {self._kind} that can be followed in time; got {found}")
         try:
@@ -126,6 +118,17 @@ class AnswerForm:
         if said := tried(json.dumps({"grammars": grammars}), self.limits):
             raise FormError(f"be {self._kind} that can be followed; got: {_short(said)}")
         return self
+
+    def _read(self) -> AnswerForm:
+        """The grammar in Lark's notation."""
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        if found := too_long(self.text):
+            raise FormError(f"be a grammar that can be followed in time; got {found}")
+        try:
+            return replace(self, kind="grammar", text=any_to_lark(self.text))
+        except Exception as error:  # of a parser that raises many
+            raise FormError(f"be a grammar; got what cannot be read: {_short(error)}") from None
 
     @property
     def _kind(self) -> str:

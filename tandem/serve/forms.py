@@ -183,8 +183,6 @@ def _read(body: Mapping[str, Any], name: str) -> AnswerForm | None:
         return None
     try:
         return _READERS[name](value)
-    except FormError as error:
-        raise ApiError(f"{name} must {error}.", name) from None
     except _WrongError as error:
         raise fields.wrong(name, error.rule, error.value) from None
 

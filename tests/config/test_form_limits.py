@@ -51,11 +51,11 @@ def test_common_steps_are_followed() -> None:
 
 def test_long_forms_are_refused() -> None:
     with pytest.raises(FormError, match=r"in time; got 8,2\d\d letters beside its texts, which"):
-        AnswerForm.of_grammar("start: " + "x? " * (MOST_RULE_LETTERS // 3) + '\nx: "a"')
+        AnswerForm.of_grammar("start: " + "x? " * (MOST_RULE_LETTERS // 3) + '\nx: "a"').check()
     with pytest.raises(FormError, match="be a grammar"):  # a quote that does not end
         AnswerForm.of_grammar('start: "' + '\\"' * 60_000 + "\\").check()
     with pytest.raises(FormError, match="in time; got 131,08"):
-        AnswerForm.of_grammar(f'start: "{"a" * MOST_GRAMMAR_LETTERS}"')
+        AnswerForm.of_grammar(f'start: "{"a" * MOST_GRAMMAR_LETTERS}"').check()
     with pytest.raises(FormError, match="in time; got 1,048,577 letters"):
         AnswerForm.of_regex("a" * (MOST_LETTERS + 1)).check()
     AnswerForm.of_choice([f"{i}" + '"' * 100 for i in range(1000)]).check()
@@ -162,7 +162,7 @@ def test_many_ways_that_begin_alike_are_refused() -> None:
     required = list(properties)
     AnswerForm.of_json({"type": "object", "properties": properties, "required": required}).check()
     with pytest.raises(FormError, match="got 1,001 rules and alternatives, which may be at most"):
-        AnswerForm.of_grammar("start: " + "|".join(["a"] * 1000) + '\na: "b"')
+        AnswerForm.of_grammar("start: " + "|".join(["a"] * 1000) + '\na: "b"').check()
 
 
 def test_forms_are_tried_where_a_hook_imports_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

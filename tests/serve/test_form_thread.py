@@ -109,6 +109,23 @@ def test_an_error_while_a_form_is_made_is_of_its_own_request(
     until(server.is_free)
 
 
+def test_a_grammar_is_read_in_the_thread_of_forms(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llguidance import gbnf_to_lark
+
+    real, threads = gbnf_to_lark.any_to_lark, []
+
+    def reading(text: str) -> str:
+        threads.append(threading.current_thread().name)
+        return real(text)
+
+    monkeypatch.setattr(gbnf_to_lark, "any_to_lark", reading)
+    assert re.fullmatch("[0-9]{2}", body(server, grammar="root ::= [0-9] [0-9]"))
+    assert threads
+    assert all(name.startswith("tandem-forms") for name in threads)
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_a_client_that_leaves_while_its_form_is_made_leaves_nothing(
     server: Running, held: Held, path: str
