@@ -28,7 +28,14 @@ _LONGEST_SHOWN = 200
 
 
 class FormError(ValueError):
-    """A form that cannot be; the text says what it must be and what was found."""
+    """A form that cannot be; the text says what it must be and what was found.
+
+    found: the latter; "" where a form of its kind cannot be at all.
+    """
+
+    def __init__(self, must: str, found: str = "") -> None:
+        super().__init__(f"{must}; got {found}" if found else must)
+        self.found = found
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +72,7 @@ class AnswerForm:
 
     @staticmethod
     def of_grammar(text: str) -> AnswerForm:
-        """A grammar in Lark's notation, or in llama.cpp's (GBNF); read by `check`, as it takes up to
+        """A grammar in Lark's notation or llama.cpp's (GBNF), which `check` reads: that may take
         a quarter of a second."""
         return AnswerForm("written", text)
 
@@ -110,13 +117,13 @@ class AnswerForm:
         if self.kind == "written":
             return self._read().check()
         if found := too_costly(self.kind, self.text):
-            raise FormError(f"be {self._kind} that can be followed in time; got {found}")
+            raise FormError(f"be {self._kind} that can be followed in time", found)
         try:
             grammars = [{"lark_grammar": "start: @answer"}, *self.grammars("answer")]
         except ValueError as error:
-            raise FormError(f"be {self._kind}; got {_short(error)}") from None
+            raise FormError(f"be {self._kind}", _short(error)) from None
         if said := tried(json.dumps({"grammars": grammars}), self.limits):
-            raise FormError(f"be {self._kind} that can be followed; got: {_short(said)}")
+            raise FormError(f"be {self._kind} that can be followed", _short(said))
         return self
 
     def _read(self) -> AnswerForm:
@@ -124,11 +131,11 @@ class AnswerForm:
         from llguidance.gbnf_to_lark import any_to_lark
 
         if found := too_long(self.text):
-            raise FormError(f"be a grammar that can be followed in time; got {found}")
+            raise FormError("be a grammar that can be followed in time", found)
         try:
             return replace(self, kind="grammar", text=any_to_lark(self.text))
         except Exception as error:  # of a parser that raises many
-            raise FormError(f"be a grammar; got what cannot be read: {_short(error)}") from None
+            raise FormError("be a grammar", f"what cannot be read: {_short(error)}") from None
 
     @property
     def _kind(self) -> str:
@@ -204,15 +211,15 @@ def _schema(value: str) -> Any:
             text = Path(value).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise FormError(
-                f"be a JSON Schema, or a file of one that can be read; got {value[:200]!a}: "
-                f"{_short(error)}"
+                "be a JSON Schema, or a file of one that can be read",
+                f"{value[:200]!a}: {_short(error)}",
             ) from None
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise FormError(f"be a JSON Schema; got what is not JSON: {_short(error)}") from None
+        raise FormError("be a JSON Schema", f"what is not JSON: {_short(error)}") from None
     if not isinstance(schema, dict):
-        raise FormError(f"be a JSON Schema, an object; got {text.strip()[:60]!a}")
+        raise FormError("be a JSON Schema, an object", f"{text.strip()[:60]!a}")
     return schema
 
 

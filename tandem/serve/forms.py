@@ -130,9 +130,10 @@ def _checked_tools(form: AnswerForm) -> AnswerForm:
     try:
         return form.check()
     except FormError as error:
-        _, _, found = str(error).partition("; got")
+        if not error.found:
+            raise
         raise ApiError(
-            f"tools must have schemas that can be followed; got{found}.", "tools"
+            f"tools must have schemas that can be followed; got {error.found}.", "tools"
         ) from None
 
 

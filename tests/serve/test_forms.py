@@ -222,7 +222,7 @@ def test_beside_tools_an_answer_is_of_the_form_or_a_call(calling: TestClient) ->
         ({"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": TOOLS},
          "tool_choice", "name one of the tools, add, now"),
         ({"tool_choice": "required", "tools": ELSEWHERE}, "tools",
-         "tools must have schemas that can be followed; got: "),
+         "tools must have schemas that can be followed; got "),
         ({"guided_choice": ["a"], "tools": ELSEWHERE}, "tools", "tools must have schemas that can"),
         ({"guided_json": {"properties": dict.fromkeys(map(str, range(201)), True)}}, "guided_json",
          "201 optional properties, which may be at most 200: name more of them in `required`"),
