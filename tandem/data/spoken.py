@@ -32,7 +32,12 @@ class Spoken:
 
 
 def spoken(
-    reader: CallReader | None, text: str, tools: str, messages: Sequence[Message] = ()
+    reader: CallReader | None,
+    text: str,
+    tools: str,
+    messages: Sequence[Message] = (),
+    *,
+    is_cut: bool = False,
 ) -> Spoken:
     """An answer's text as the assistant's turn.
 
@@ -40,13 +45,14 @@ def spoken(
         reader: of calls as the model's template writes them; None reads none.
         tools: that its prompt lists, as JSON text; without any nothing is a call.
         messages: the turns before it: calls without an id get the next number for one.
+        is_cut: its length's limit ended it: behind whole calls one that is not is left out.
     """
     words = Message("assistant", text)
     if reader is None or not tools:
         return Spoken(words)
     begin = reader.speech_begins(text)
     try:
-        content, calls = reader.read(text[begin:], argument_types(tools))
+        content, calls = reader.read(text[begin:], argument_types(tools), is_cut=is_cut)
         content = text[:begin] + content
         earlier = [c for turn in messages if turn.tool_calls for c in json.loads(turn.tool_calls)]
         taken = {call.get("id") for call in earlier}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from tandem.data.spoken import spoken
 from tandem.generation.observed import TokenLogprobs
 from tandem.serve.bodies import Wanted
 from tandem.serve.engine import Asked, Generation, Progress
@@ -209,8 +210,9 @@ class Answering:
         choice.finish = progress.finish
         asked = choice.prompt
         if asked.tools:
-            spoken = self.loaded.renderer.spoken(choice.text, asked.tools, asked.messages)
-            choice.turn = spoken.turn
+            reader, is_cut = self.loaded.renderer.call_reader, choice.finish == "length"
+            said = spoken(reader, choice.text, asked.tools, asked.messages, is_cut=is_cut)
+            choice.turn = said.turn
         if extras:
             seed = {"seed": self.wanted.seed} if "seed" in extras else {}
             choice.extras = seed | finite(progress.judged or {})

@@ -161,6 +161,37 @@ def test_calls_between_words_are_all_read(name: str) -> None:
     assert bare(found.read(with_end, TYPES)[1]) == bare(CALLS[:2])
 
 
+@pytest.mark.parametrize("name", [name for name in FORMS if name not in SINGLE])
+def test_of_a_cut_answer_the_whole_calls_are_read(name: str) -> None:
+    """Wherever it is cut: the calls are those of a shorter answer, and nothing of the next is left
+    among the words."""
+    found, write = reader(name)
+    several, ends = write(CALLS), []
+    for end in range(len(several) + 1):
+        text = several[:end]
+        try:
+            words, calls = found.read(text, TYPES, is_cut=True)
+        except CallError:  # the first call is not whole
+            words, calls = text, []
+        assert bare(calls) == bare(CALLS)[: len(calls)], text
+        ends.append(len(calls))
+        if calls:
+            assert words == "", text
+    assert ends == sorted(ends)
+    assert set(ends) == {0, 1, 2, 3, 4}
+    assert found.read(several + "\nDone.", TYPES, is_cut=True)[0] in ("Done.", "")
+
+
+def test_of_a_cut_list_without_a_mark_the_whole_calls_are_read() -> None:
+    found, write = reader("llama")
+    call = write(CALLS[:1])
+    assert bare(found.read(f"[{call}, {call[:-3]}", TYPES, is_cut=True)[1]) == bare(CALLS[:1])
+    with pytest.raises(CallError, match="a call must be JSON"):
+        found.read(f"[{call}, {call[:-3]}", TYPES)
+    with pytest.raises(CallError, match="a call must be JSON"):
+        found.read(f"[{call[:-3]}", TYPES, is_cut=True)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [

@@ -11,7 +11,7 @@ import pytest
 
 from tests.data.built_tokenizers import byte_level
 from tests.serve.call_templates import STYLES
-from tests.serve.serving import Running
+from tests.serve.serving import Running, ask, serving
 from tests.tiny import tiny_llama
 
 pytest.importorskip("llguidance")
@@ -99,3 +99,21 @@ def test_required_calls_are_read_and_answered(style: str, tmp_path: Path) -> Non
     finally:
         server.close()
     assert len(seen) > 1
+
+
+def test_calls_before_one_that_the_limit_cuts_are_read(tmp_path: Path) -> None:
+    seen = set()
+    with serving(save(tmp_path / "model", STYLES["hermes"]), max_context=3000) as client:
+        asked = ask(tools=TOOLS, tool_choice="required", n=24, seed=1, max_tokens=75)
+        answer = client.post("/v1/chat/completions", json=asked)
+        assert answer.status_code == 200, answer.text
+        for choice in answer.json()["choices"]:
+            message = choice["message"]
+            calls = message.get("tool_calls", [])
+            text = message["content"] or ""
+            assert "</tool_call>" not in text
+            seen.add((choice["finish_reason"], bool(calls), "<tool" in text))
+            for call in calls:
+                json.loads(call["function"]["arguments"])
+    # Where no call is whole, what there is of the first stays text.
+    assert seen == {("tool_calls", True, False), ("length", True, False), ("length", False, True)}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.data.argument_types import typed
 from tandem.data.excerpt import excerpt
+from tandem.data.spaced import Spaced, behind_space
 from tandem.data.thoughts import NO_THOUGHTS, ThoughtForm
 
 if TYPE_CHECKING:
@@ -61,29 +62,33 @@ class CallReader(ABC):
     def __init__(self, before: str, between: str | None, after: str) -> None:
         """What the template writes before the first call, between two (None: nothing divides them)
         and after the last."""
-        self._before, self._after = _Literal(before), _Literal(after)
-        self._between = None if between is None else _Literal(between)
+        self._before, self._after = Spaced(before), Spaced(after)
+        self._between = None if between is None else Spaced(between)
 
-    def read(self, text: str, types: Mapping[str, Mapping[str, str]]) -> tuple[str, list[Called]]:
+    def read(
+        self, text: str, types: Mapping[str, Mapping[str, str]], *, is_cut: bool = False
+    ) -> tuple[str, list[Called]]:
         """The words of an answer, and its calls in order.
 
         Args:
             types: of each function's arguments, as JSON Schema names them.
+            is_cut: its length's limit ended it: behind whole calls one that is not is left out.
         Raises:
             CallError: a call begins and cannot be read.
         """
         if not self._before.text:
-            return self._bare(text, types)
+            return self._bare(text, types, is_cut)
         words: list[str] = []
         calls: list[Called] = []
         at = 0
         while (found := self._before.search(text, at)) and not self._joins(text, found[0]):
             words.append(text[at : found[0]])
-            some, at = self._calls(text, found[1], types)
-            calls += some
+            at = self._whole_calls(text, found[1], types, calls, is_cut)
         if not calls:
             return text, []
-        words = [words[0].rstrip(), *(part.strip() for part in (*words[1:], text[at:]))]
+        rest = text[at:]
+        rest = rest[: self._before.opens(rest)] if is_cut else rest
+        words = [words[0].rstrip(), *(part.strip() for part in (*words[1:], rest))]
         return "\n".join(filter(None, words)), calls
 
     def words_end(self, text: str) -> int:
@@ -108,7 +113,9 @@ class CallReader(ABC):
         first = self._before.text[0]
         return first.isalnum() and start > 0 and text[start - 1].isalnum()
 
-    def _bare(self, text: str, types: Mapping[str, Mapping[str, str]]) -> tuple[str, list[Called]]:
+    def _bare(
+        self, text: str, types: Mapping[str, Mapping[str, str]], is_cut: bool
+    ) -> tuple[str, list[Called]]:
         """Of a template that writes nothing before a call: a whole answer that calls a function of
         those that are listed, or words.
 
@@ -117,7 +124,8 @@ class CallReader(ABC):
         """
         if self._named(text) not in types:
             return text, []
-        calls, end = self._calls(text, 0, types)
+        calls: list[Called] = []
+        end = self._whole_calls(text, 0, types, calls, is_cut)
         if rest := text[end:].strip():
             raise CallError(f"a call must be the whole answer; got {excerpt(rest)} behind it")
         return "", calls
@@ -126,11 +134,28 @@ class CallReader(ABC):
         """The name in a call that a text begins with, whether it is whole or not."""
         return ""
 
+    def _whole_calls(
+        self,
+        text: str,
+        at: int,
+        types: Mapping[str, Mapping[str, str]],
+        calls: list[Called],
+        is_cut: bool,
+    ) -> int:
+        """As `_calls`; of an answer that is cut, behind whole calls what is none is skipped."""
+        try:
+            return self._calls(text, at, types, calls)
+        except CallError:
+            if is_cut and calls:
+                return len(text)
+            raise
+
     @abstractmethod
     def _calls(
-        self, text: str, at: int, types: Mapping[str, Mapping[str, str]]
-    ) -> tuple[list[Called], int]:
-        """The calls from where the first begins, and where what belongs to them ends."""
+        self, text: str, at: int, types: Mapping[str, Mapping[str, str]], calls: list[Called]
+    ) -> int:
+        """Append the calls from where the first begins to `calls`, each once it is read; returns
+        where what belongs to them ends."""
 
     def _ended(self, text: str, at: int) -> int:
         """Where the calls end, of which the last one ends at `at`: a stop may have cut what ends
@@ -160,15 +185,18 @@ class JsonReader(CallReader):
         self._name_in = re.compile(rf'\s*\[?\s*{{[^{{}}]*{key}\s*:\s*"([^"]*)"')
 
     def _calls(
-        self, text: str, at: int, types: Mapping[str, Mapping[str, str]]
-    ) -> tuple[list[Called], int]:
-        calls: list[Called] = []
+        self, text: str, at: int, types: Mapping[str, Mapping[str, str]], calls: list[Called]
+    ) -> int:
         while True:
-            value, at = json_at(text, at)
-            calls += [self._call(each) for each in (value if isinstance(value, list) else [value])]
+            try:
+                value, at = json_at(text, at)
+            except CallError:
+                calls += map(self._call, _items_before_cut(text, at))
+                raise
+            calls += map(self._call, value if isinstance(value, list) else [value])
             following = self._between.match(text, at) if self._between else None
             if following is None:
-                return calls, self._ended(text, at)
+                return self._ended(text, at)
             at = following
 
     def _named(self, text: str) -> str:
@@ -206,12 +234,11 @@ class NamedReader(CallReader):
     def __init__(self, before: str, inside: str, between: str | None, after: str) -> None:
         """inside: what stands between name and JSON."""
         super().__init__(before, between, after)
-        self._inside = _Literal(inside)
+        self._inside = Spaced(inside)
 
     def _calls(
-        self, text: str, at: int, types: Mapping[str, Mapping[str, str]]
-    ) -> tuple[list[Called], int]:
-        calls: list[Called] = []
+        self, text: str, at: int, types: Mapping[str, Mapping[str, str]], calls: list[Called]
+    ) -> int:
         while True:
             if self._inside.text:
                 found = self._inside.search(text, at)
@@ -228,7 +255,7 @@ class NamedReader(CallReader):
             calls.append(Called(name, _object(value, "arguments")))
             following = self._between.match(text, at) if self._between else None
             if following is None:
-                return calls, self._ended(text, at)
+                return self._ended(text, at)
             at = following
 
 
@@ -237,16 +264,15 @@ class TaggedReader(CallReader):
 
     def __init__(self, before: str, ends: Ends, marks: Marks) -> None:
         super().__init__(before, None, "")
-        self._first = _Literal(marks.first)
-        self._inside = _Literal(marks.inside, before_value=True)
+        self._first = Spaced(marks.first)
+        self._inside = Spaced(marks.inside, before_value=True)
         ends_of_value = (marks.next, ends.between, ends.after)
-        self._ends = [_Literal(each, behind_value=True) for each in ends_of_value]
-        self._of_none = [_Literal(ends.between_empty), _Literal(ends.after_empty)]
+        self._ends = [Spaced(each, behind_value=True) for each in ends_of_value]
+        self._of_none = [Spaced(ends.between_empty), Spaced(ends.after_empty)]
 
     def _calls(
-        self, text: str, at: int, types: Mapping[str, Mapping[str, str]]
-    ) -> tuple[list[Called], int]:
-        calls: list[Called] = []
+        self, text: str, at: int, types: Mapping[str, Mapping[str, str]], calls: list[Called]
+    ) -> int:
         while True:
             heads = [self._first, *self._of_none]
             which, start, end = _earliest(text, at, heads, "a call's name")
@@ -263,7 +289,7 @@ class TaggedReader(CallReader):
             calls.append(Called(name, arguments))
             at = end
             if is_last:
-                return calls, at
+                return at
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,70 +313,27 @@ class Marks:
     next: str
 
 
-_MOST_SPACE = 16
-"""Letters of white space within a mark that has only begun, beside as many as the mark has."""
-
-
-class _Literal:
-    """Text that is found whatever white space stands in and around it."""
-
-    def __init__(
-        self, text: str, *, behind_value: bool = False, before_value: bool = False
-    ) -> None:
-        """behind_value, before_value: white space on that side is an argument's, but for as much as
-        the template writes there."""
-        self.text = text.strip()
-        self._pattern = re.compile(r"\s*".join(map(re.escape, text.split())))
-        self._left = text[: len(text) - len(text.lstrip())] if behind_value else None
-        self._right = text[len(text.rstrip()) :] if before_value else None
-
-    def search(self, text: str, at: int) -> tuple[int, int] | None:
-        """Where it is found first, with white space around it; None where it is empty, too."""
-        found = self._pattern.search(text, at) if self.text else None
-        if found is None:
-            return None
-        start, end = found.span()
-        if self._left is None:
-            start = at + len(text[at:start].rstrip())
-        elif text.endswith(self._left, at, start):
-            start -= len(self._left)
-        if self._right is None:
-            end = _behind_space(text, end)
-        elif text.startswith(self._right, end):
-            end += len(self._right)
-        return start, end
-
-    def opens(self, text: str) -> int:
-        """Where its first letters stand at the end of a text; the text's length if they do not."""
-        whole = "".join(self.text.split())
-        for start in range(max(0, len(text) - 2 * len(self.text) - _MOST_SPACE), len(text)):
-            tail = "".join(text[start:].split())
-            if tail and whole.startswith(tail):
-                return start
-        return len(text)
-
-    def match(self, text: str, at: int) -> int | None:
-        """Where it ends, if it stands here; None where it is empty, too."""
-        at = _behind_space(text, at)
-        found = self._pattern.match(text, at) if self.text else None
-        return _behind_space(text, found.end()) if found else None
-
-
-_SPACE = re.compile(r"\s*")
-
-
-def _behind_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    return found.end() if found else at
-
-
 def json_at(text: str, at: int) -> tuple[Any, int]:
     """The JSON value from here on, and where it ends."""
-    at = _behind_space(text, at)
+    at = behind_space(text, at)
     try:
         return DECODER.raw_decode(text, at)
     except (ValueError, RecursionError):
         raise CallError(f"a call must be JSON; got {excerpt(text[at:])}") from None
+
+
+def _items_before_cut(text: str, at: int) -> list[Any]:
+    """The whole values of a list that does not end."""
+    found: list[Any] = []
+    at = behind_space(text, at)
+    while text.startswith("," if found else "[", at):
+        try:
+            value, at = json_at(text, at + 1)
+        except CallError:
+            break
+        found.append(value)
+        at = behind_space(text, at)
+    return found
 
 
 def _object(value: Any, key: str) -> dict[str, Any]:
@@ -379,7 +362,7 @@ def _name(text: str) -> str:
     return name
 
 
-def _earliest(text: str, at: int, literals: Sequence[_Literal], what: str) -> tuple[int, int, int]:
+def _earliest(text: str, at: int, literals: Sequence[Spaced], what: str) -> tuple[int, int, int]:
     """Which literal comes first, the longest of those at one place, and where it begins and ends.
 
     Raises:
