@@ -83,32 +83,28 @@ def notes_of(path: str) -> list[str]:
 
 def notes_on_flags(path: str, tools: Sequence[str], sampling: SamplingConfig) -> list[str]:
     """Lines that name the flags for tools and a form that a run was trained with, and the chat is
-    not given."""
-    return ["" if tools else note_on_tools(path), note_on_form(path, sampling)]
+    not given; none for any other folder."""
+    if not _is_run(run := Path(path)):
+        return []
+    config, notes = load_config(run / "config.yaml"), []
+    if (named := rl_section(config).tools) and not tools:
+        called = shlex.join(named)
+        notes.append(f"note: its policy may call tools; to make its calls: --tools {called}\n")
+    if not sampling.json_schema and not sampling.regex:
+        notes += _note_on_form(path, config.sampling)
+    return notes
 
 
-def note_on_tools(path: str) -> str:
-    """A line if a run's policy may call tools, and the chat offers none; "" otherwise."""
-    run = Path(path)
-    tools = rl_section(load_config(run / "config.yaml")).tools if _is_run(run) else ()
-    if not tools:
-        return ""
-    return f"note: its policy may call tools; to make its calls: --tools {shlex.join(tools)}\n"
-
-
-def note_on_form(path: str, sampling: SamplingConfig) -> str:
-    """A line if a run's answers had a form, and the chat asks for none; "" otherwise."""
-    if sampling.json_schema or sampling.regex or not _is_run(run := Path(path)):
-        return ""
-    asked = load_config(run / "config.yaml").sampling
-    schema, pattern = asked.json_schema, asked.regex
+def _note_on_form(path: str, trained: SamplingConfig) -> list[str]:
+    """A line if a run's answers had a form."""
+    schema, pattern = trained.json_schema, trained.regex
     if not schema and not pattern:
-        return ""
+        return []
     flag, value = ("--json-schema", schema) if schema else ("--regex", pattern)
     shown = visible(shlex.quote(value))
     if len(shown) > _LONGEST_SHOWN:
         shown = f"{'SCHEMA' if schema else 'PATTERN'}, as in {visible(path)}/config.yaml"
-    return f"note: its answers had a form in training; to ask for it: {flag} {shown}\n"
+    return [f"note: its answers had a form in training; to ask for it: {flag} {shown}\n"]
 
 
 def models_of(path: str) -> dict[str, str]:

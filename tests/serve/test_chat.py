@@ -20,8 +20,9 @@ from tandem.config.schema import SamplingConfig
 from tandem.errors import CheckpointError, ConfigError, ModelError
 from tandem.models.load import load_tokenizer
 from tandem.rewards.environment import Environment
+from tandem.serve import named_model
 from tandem.serve.chat import Conversation, chat
-from tandem.serve.named_model import find_model, note_on_form, note_on_tools
+from tandem.serve.named_model import find_model, notes_on_flags
 from tests.tiny import CALL, save_calling_model, save_tiny_model
 from tests.training import tool_functions
 
@@ -340,10 +341,11 @@ def test_a_run_whose_policy_calls_tools_names_them(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(
         dump_config(build_config({"stages": ["grpo"], "grpo": {"tools": ["calc.py:add"]}}))
     )
-    assert note_on_tools(str(tmp_path)) == (
+    assert notes_on_flags(str(tmp_path), [], SamplingConfig()) == [
         "note: its policy may call tools; to make its calls: --tools calc.py:add\n"
-    )
-    assert note_on_tools(str(tmp_path / "no run")) == ""
+    ]
+    assert notes_on_flags(str(tmp_path), ["calc.py:add"], SamplingConfig()) == []
+    assert notes_on_flags(str(tmp_path / "no run"), [], SamplingConfig()) == []
 
 
 @pytest.mark.parametrize(
@@ -356,14 +358,18 @@ def test_a_run_whose_policy_calls_tools_names_them(tmp_path: Path) -> None:
     ],
 )
 def test_a_run_whose_answers_had_a_form_names_it(
-    tmp_path: Path, sampling: dict[str, str], said: str
+    tmp_path: Path, sampling: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     knobs = {"stages": ["grpo"], "sampling": sampling}
     (tmp_path / "config.yaml").write_text(dump_config(build_config(knobs)))
     start = "note: its answers had a form in training; to ask for it: "
-    expected = f"{start}{said.format(run=tmp_path)}\n" if said else ""
-    assert note_on_form(str(tmp_path), SamplingConfig()) == expected
-    assert note_on_form(str(tmp_path), SamplingConfig(regex="b")) == ""
+    expected = [f"{start}{said.format(run=tmp_path)}\n"] if said else []
+    read = []
+    real = named_model.load_config
+    monkeypatch.setattr(named_model, "load_config", lambda file: read.append(file) or real(file))
+    assert notes_on_flags(str(tmp_path), [], SamplingConfig()) == expected
+    assert len(read) == 1
+    assert notes_on_flags(str(tmp_path), [], SamplingConfig(regex="b")) == []
 
 
 def test_answers_have_the_form_that_is_asked_for(
