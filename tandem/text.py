@@ -45,6 +45,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def class_name(given: object) -> str:
+    """The name of an argument's class; a class in place of an object is called one."""
+    return f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+
+
 def one_line(error: BaseException) -> str:
     """An error's message in one printable line of at most 300 characters."""
     text = visible(" ".join(_message(error).split()) or type(error).__name__)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from tandem.errors import ConfigError
 from tandem.metrics.names import find_metric
 from tandem.metrics.own import OWN_PREFIX
+from tandem.text import class_name
 from tandem.types import Experience
 
 if TYPE_CHECKING:
@@ -53,11 +54,9 @@ def require_callbacks(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
     is_list = not isinstance(callbacks, Callback | type)
     others = [one for one in callbacks if not isinstance(one, Callback)] if is_list else [callbacks]
     if others:
-        one: object = others[0]
-        found = f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
         raise ConfigError(
-            f"callbacks must be a list of objects of classes derived from Callback; got {found}. "
-            "Write e.g. callbacks=[Mine()]."
+            "callbacks must be a list of objects of classes derived from Callback; got "
+            f"{class_name(others[0])}. Write e.g. callbacks=[Mine()]."
         )
     return tuple(callbacks)
 

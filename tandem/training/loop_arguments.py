@@ -7,6 +7,7 @@ from typing import Any
 from tandem.config.schema import RunConfig
 from tandem.engine.hybrid import RLHFEngine
 from tandem.errors import ConfigError
+from tandem.text import class_name
 from tandem.types import Experience
 
 
@@ -18,17 +19,17 @@ def require_trainer_arguments(engine: Any, config: Any, source: Any) -> None:
     """
     if not isinstance(engine, RLHFEngine):
         raise ConfigError(
-            f"PPOTrainer's engine must be an RLHFEngine; got {_named(engine)}. Write "
+            f"PPOTrainer's engine must be an RLHFEngine; got {class_name(engine)}. Write "
             "PPOTrainer(engine, config), with make_engine's engine."
         )
     if not isinstance(config, RunConfig):
         raise ConfigError(
-            f"PPOTrainer's config must be a RunConfig; got {_named(config)}. Use build_config."
+            f"PPOTrainer's config must be a RunConfig; got {class_name(config)}. Use build_config."
         )
     if source is not None and not callable(getattr(source, "collect", None)):
         raise ConfigError(
             "PPOTrainer's source must have a method collect(prompts, *, step, numbers=None), "
-            f"which returns a Rollout; got {_named(source)}. Write one, or remove source."
+            f"which returns a Rollout; got {class_name(source)}. Write one, or remove source."
         )
 
 
@@ -40,11 +41,6 @@ def require_experience(given: Any) -> None:
     """
     if not isinstance(given, Experience):
         raise ConfigError(
-            f"train_rlhf must get an Experience; got {_named(given)}. Pass what "
+            f"train_rlhf must get an Experience; got {class_name(given)}. Pass what "
             "generate_experience returned."
         )
-
-
-def _named(given: Any) -> str:
-    """The name of its class; a class in place of an object is called one."""
-    return f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__

@@ -171,7 +171,7 @@ def test_what_cannot_be_given_is_one_line(tmp_path: Path, tiny_model: str) -> No
         ("row 2 must be a dict", DataError, {"data": [{"prompt": "a"}, 3]}),
         ("got the class Heard. Write e.g.", ConfigError, {"callbacks": [Heard]}),
         ("got the class Heard. Write e.g.", ConfigError, {"callbacks": Heard}),
-        ("derived from Callback; got a Heard", ConfigError, {"callbacks": Heard()}),
+        ("derived from Callback; got Heard", ConfigError, {"callbacks": Heard()}),
         ("a torch module must go with an RL stage", ConfigError, {"reward_model": CountOf(3)}),
         ("must be a transformers model", ModelError, {"actor_model": CountOf(3)}),
     ):  # fmt: skip
