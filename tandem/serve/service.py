@@ -35,6 +35,8 @@ from tandem.serve.place import Place
 from tandem.serve.sources import ModelSource, Offer, offer_of
 
 T = TypeVar("T")
+_MOST_FORM_SECONDS = 30.0
+"""Of a request that waits for others' forms. One takes some 50 ms, or 2 s if it is made to."""
 _ALIASES = {f"{s.name}-{p.folder}": p.label for s in STAGES for p in s.policies}
 """Further names: `ppo-ema` for what chat calls `ema`."""
 
@@ -252,8 +254,22 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._text, work)
 
     async def in_form_thread(self, work: Callable[[], T]) -> T:
-        """Make what keeps answers in a form, one at a time; requests without one go on."""
-        return await asyncio.get_running_loop().run_in_executor(self._forms, work)
+        """Make what keeps answers in a form, one at a time; requests without one go on.
+
+        Raises:
+            ApiError: other forms have taken too long.
+        """
+        waiting = self._forms.submit(work)
+        made = asyncio.wrap_future(waiting)
+        try:
+            await asyncio.wait([made], timeout=_MOST_FORM_SECONDS)
+            if not waiting.cancel():  # it is done, or has begun
+                return await made
+        finally:
+            made.cancel()
+        raise self._busy(
+            f"other answers' forms have taken more than {_MOST_FORM_SECONDS:g} s", retry_after=5
+        )
 
     async def in_engine(self, work: Callable[[], T]) -> T:
         """Run model work between two steps of the engine."""
@@ -270,12 +286,8 @@ class Service:
         if answers > most:
             raise ApiError(f"a request must ask for at most {most} answers; got {answers}.", "n")
         if self.outstanding + answers > most:
-            self.counters.add("refused_total", "Requests refused because the queue was full.")
-            raise ApiError(
-                f"the server is busy: {self.outstanding} answers run or wait, of at most {most}. "
-                "Try again later.",
-                status=429,
-                code="rate_limit_exceeded",
+            raise self._busy(
+                f"{self.outstanding} answers run or wait, of at most {most}",
                 retry_after=1 + self.outstanding // max(1, self.settings.slots),
             )
         self.outstanding += answers
@@ -283,6 +295,16 @@ class Service:
             yield
         finally:
             self.outstanding -= answers
+
+    def _busy(self, why: str, *, retry_after: int) -> ApiError:
+        """The error of a request that is refused for now."""
+        self.counters.add("refused_total", "Requests refused because the server was busy.")
+        return ApiError(
+            f"the server is busy: {why}. Try again later.",
+            status=429,
+            code="rate_limit_exceeded",
+            retry_after=retry_after,
+        )
 
     async def _scalar(self, key: str, source: ModelSource) -> LoadedScalar:
         slot = self._slots.setdefault(f"{key} {source.name}", _Slot())

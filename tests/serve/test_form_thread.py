@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tandem.serve import preparing
+from tandem.serve import preparing, service
 from tandem.serve.forms import Wish
 from tests.serve.serving import Running, ask
 from tests.serve.test_connections import until
@@ -148,6 +148,27 @@ def test_a_client_that_leaves_while_its_form_is_made_leaves_nothing(
     held.go.set()
     assert body(server, regex="ab") == "ab"
     assert held.begun == [HELD, "ab"]
+    until(server.is_free)
+
+
+def test_who_waits_too_long_for_others_forms_is_told_to_come_back(
+    server: Running, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a form takes that has begun, it is made."""
+    monkeypatch.setattr(service, "_MOST_FORM_SECONDS", 0.05)
+    with closing(server.send(ask(regex=HELD, max_tokens=30))) as first:
+        until(lambda: held.begun == [HELD])
+        status, found = read(server, regex="queued")
+        assert status == 429
+        assert found["error"]["code"] == "rate_limit_exceeded"
+        assert "other answers' forms have taken more than 0.05 s" in found["error"]["message"]
+        assert read(server)[0] == 200  # without a form
+        held.go.set()
+        answer = b"".join(iter(lambda: first.recv(4000), b"")).decode()
+    assert json.loads(answer.partition("\r\n\r\n")[2])["choices"]
+    assert held.begun == [HELD]
+    monkeypatch.undo()
+    assert body(server, regex="ab") == "ab"
     until(server.is_free)
 
 
