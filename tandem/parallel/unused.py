@@ -76,7 +76,8 @@ class WholeReductions:
 
     @torch.no_grad()
     def _complete(self, weights: list[Any]) -> None:
-        # Earlier micro-batches' sums, in the type of the reduction.
+        # Earlier micro-batches' sums, in the type of the reduction. From torch 2.15 on they are the
+        # gradients themselves, and one reduction takes several types.
         has_sums = any(weight.unsharded_accumulated_grad is not None for weight in weights)
         for weight in weights:
             if weight.unsharded_accumulated_grad is not None:
@@ -86,7 +87,7 @@ class WholeReductions:
                 weight.unsharded_param.grad = torch.zeros_like(weight.unsharded_param)
             else:
                 self._own.add(weight.sharded_param)
-            if has_sums:  # one reduction is of one type
+            if has_sums and hasattr(weight, "to_accumulated_grad_if_needed"):
                 weight.to_accumulated_grad_if_needed()
 
 
