@@ -42,55 +42,63 @@ def embeddings(cache: Path, commit: str) -> torch.Tensor:
     return load_file(repository(cache) / "snapshots" / commit / "model.safetensors")[EMBEDDINGS]
 
 
-def python(cache: Path, *command: str) -> str:
-    """What a process of its own prints: the hub's client reads where its cache is at its import."""
-    environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 _READ = """
-import json, sys
+import json, os, sys
+from tandem.cli import main
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.models.eos import load_stop_ids
 from tandem.models.source import locate
-for name in sys.argv[1:]:
+from tandem.predict.models import config_of
+
+def read(name):
     model = load_causal_lm(name)
     load_tokenizer(name), load_stop_ids(name)
     first = model.get_input_embeddings().weight[0].tolist()
-    print(json.dumps([locate(name).commit, first, model.name_or_path]))
+    return locate(name).commit, first, model.name_or_path, config_of(name)["vocab_size"]
+
+names, run, flags = json.loads(sys.argv[1])
+models = [read(name) for name in names]
+code = main(flags)
+with open(os.path.join(run, "read.json"), "w") as file:
+    json.dump([models, code, read(os.path.join(run, "sft", "adapter"))], file)
 """
 
-
-def test_a_revision_is_what_is_loaded(cache: Path) -> None:
-    names = [NAME, f"{NAME}@main", f"{NAME}@v1", f"{NAME}@{OLD}"]
-    found = [json.loads(line) for line in python(cache, "-c", _READ, *names).splitlines()]
-    assert not torch.equal(embeddings(cache, OLD), embeddings(cache, NEW))
-    for name, commit, (told, first, kept) in zip(names, (NEW, NEW, OLD, OLD), found, strict=True):
-        assert (told, kept) == (commit, name)
-        assert first == embeddings(cache, commit)[0].tolist()
+NAMES = {NAME: NEW, f"{NAME}@main": NEW, f"{NAME}@v1": OLD, f"{NAME}@{OLD}": OLD}
 
 
-def test_a_run_trains_on_it_and_its_adapter_says_so(
-    cache: Path, tmp_path: Path, preferences: str
-) -> None:
-    run = tmp_path / "run"
+@pytest.fixture(scope="module")
+def run(cache: Path, tmp_path_factory: pytest.TempPathFactory, preferences: str) -> Path:
+    """A run on a revision and, in read.json, what was read of all names and of the run's adapter:
+    by a process of its own, as the hub's client reads where its cache is at its import."""
+    run = tmp_path_factory.mktemp("adapter") / "run"
     knobs = "--lora-rank 2 --sft.max-steps 2 --sft.batch-size 4 --device cpu --dtype fp32".split()
     flags = ["--actor-model", f"{NAME}@v1", "--data", preferences, "--output-dir", str(run), *knobs]
-    python(cache, "-m", "tandem", "sft", *flags)
+    environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", _READ, json.dumps([[*NAMES], str(run), ["sft", *flags]])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+def test_a_revision_is_what_is_loaded(cache: Path, run: Path) -> None:
+    found, *_ = json.loads((run / "read.json").read_text())
+    assert not torch.equal(embeddings(cache, OLD), embeddings(cache, NEW))
+    for (name, commit), (told, first, kept, size) in zip(NAMES.items(), found, strict=True):
+        assert (told, kept) == (commit, name)
+        assert first == embeddings(cache, commit)[0].tolist()
+        assert size == len(embeddings(cache, commit))
+
+
+def test_a_run_trains_on_it_and_its_adapter_says_so(cache: Path, run: Path) -> None:
+    _, code, (_, first, _, size) = json.loads((run / "read.json").read_text())
+    assert code == 0
     adapter = json.loads((run / "sft" / "adapter" / "adapter_config.json").read_text())
     assert (adapter["base_model_name_or_path"], adapter["revision"]) == (NAME, "v1")
     card = (run / "sft" / "adapter" / "README.md").read_text()
     assert f'base_model: "{NAME}"' in card
     assert f"`{NAME}@v1`" in card
-    read = json.loads(python(cache, "-c", _READ, str(run / "sft" / "adapter")))
-    assert read[1] == embeddings(cache, OLD)[0].tolist()
-    planned = "tandem.predict.models import config_of; print(config_of(sys.argv[1])['vocab_size'])"
-    size = python(cache, "-c", f"import sys; from {planned}", str(run / "sft" / "adapter"))
-    assert int(size) == len(embeddings(cache, OLD))
+    assert first == embeddings(cache, OLD)[0].tolist()
+    assert size == len(embeddings(cache, OLD))
 
 
 @pytest.mark.parametrize(
