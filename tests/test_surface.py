@@ -68,7 +68,7 @@ _IN_FORKS = """
 import gc, os, sys  # and the packages that take long, once
 gc.disable()
 import torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.tensor
-import rich.progress, transformers.generation.utils
+import rich.progress, transformers.generation.utils, transformers.modeling_utils
 for imports in {imports!r}:
     child = os.fork()
     if child == 0:

@@ -39,9 +39,11 @@ if how != "well":
     time.sleep(60)
 """
 
-# Ranks that exchange. `how` is what rank 1 does before the second exchange.
+# Ranks that exchange. `how` is what rank 1 does before the second exchange. As `tandem` does, they
+# and launchers import torch without a search for garbage among what stays.
 EXCHANGES = """
-import os, signal, sys, time
+import gc, os, signal, sys, time
+gc.disable()
 from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
@@ -84,7 +86,8 @@ dist.destroy_process_group()
 """
 
 LAUNCHER = """
-import sys
+import gc, sys
+gc.disable()
 from tandem.launch.flags import take_launch_flags
 from tandem.launch.run import launch
 options, rest, _ = take_launch_flags(sys.argv[1:])
