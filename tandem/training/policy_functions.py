@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -75,12 +76,13 @@ def try_token_losses(token_losses: TokenLosses, name: str) -> None:
     """Call a loss on a few made-up answers.
 
     Raises:
-        ConfigError: it fails, gives no loss per token, changes what it was given, or lets one
-            answer's loss depend on another's, so that micro-batches would change the gradient.
+        ConfigError: it fails, gives no loss per token, changes what it was given, has a loss or
+            gradient that is not finite, or lets one answer's loss depend on another's, so that
+            micro-batches would change the gradient.
     """
     together = _tried(token_losses, name, slice(None))
     alone = torch.cat([_tried(token_losses, name, slice(row, row + 1)) for row in range(2)])
-    if not torch.allclose(together, alone, rtol=1e-4, atol=1e-6, equal_nan=True):
+    if not torch.allclose(together, alone, rtol=1e-4, atol=1e-6):
         raise ConfigError(
             f"{name} must give an answer the same loss whatever other answers come with it, as "
             f"updates are split over micro-batches and ranks; got {together.tolist()} for two "
@@ -117,19 +119,32 @@ def _tried(token_losses: TokenLosses, name: str, rows: slice) -> Tensor:
             f"{name} must leave its arguments as they are, which later updates read again; it "
             "changed one in place. Write x = x * y for x *= y."
         )
-    return losses[0].detach().masked_fill(~mask, 0.0).sum(dim=1)
+    found, gradient = losses[0].detach(), given[0].grad
+    _require_finite(name, "answers", found[mask], [gradient[mask]] if gradient is not None else [])
+    return found.masked_fill(~mask, 0.0).sum(dim=1)
+
+
+def _require_finite(name: str, what: str, losses: Tensor, gradients: Sequence[Tensor]) -> None:
+    for kind, numbers in (("losses", [losses]), ("gradients", gradients)):
+        if not all(bool(part.isfinite().all()) for part in numbers):
+            got = ", ".join(str(part.tolist()) for part in numbers)
+            raise ConfigError(
+                f"{name} must have finite {kind}; got {got} for made-up {what}. Look for a "
+                "division by 0, and for a root or a logarithm at 0, whose slope is infinite."
+            )
 
 
 def try_pair_losses(losses: PairLosses, name: str) -> None:
     """Call a loss on pairs on a few made-up ones.
 
     Raises:
-        ConfigError: it fails, gives no loss per pair, changes what it was given, or lets one pair's
-            loss depend on another's, so that micro-batches would change the gradient.
+        ConfigError: it fails, gives no loss per pair, changes what it was given, has a loss or
+            gradient that is not finite, or lets one pair's loss depend on another's, so that
+            micro-batches would change the gradient.
     """
     together = _tried_pairs(losses, name, slice(None))
     alone = torch.cat([_tried_pairs(losses, name, slice(row, row + 1)) for row in range(2)])
-    if not torch.allclose(together, alone, rtol=1e-4, atol=1e-6, equal_nan=True):
+    if not torch.allclose(together, alone, rtol=1e-4, atol=1e-6):
         raise ConfigError(
             f"{name} must give a pair the same loss whatever other pairs come with it, as updates "
             f"are split over micro-batches and ranks; got {together.tolist()} for two pairs at "
@@ -140,7 +155,8 @@ def try_pair_losses(losses: PairLosses, name: str) -> None:
 def _tried_pairs(losses: PairLosses, name: str, rows: slice) -> Tensor:
     """The loss of each of some made-up pairs, (rows,)."""
     totals = torch.tensor([[-4.0, -9.5], [-7.0, -3.25]])
-    references = totals + torch.tensor([[-0.5, 1.0], [0.25, 0.75]])
+    # Of the second pair policy and reference say the same, as of all pairs when a run begins.
+    references = totals + torch.tensor([[-0.5, 0.0], [0.25, 0.0]])
     tokens = torch.tensor([[3, 8], [5, 2]])
     sides = [
         AnswerLogprobs(totals[side, rows].clone(), tokens[side, rows], references[side, rows])
@@ -168,4 +184,6 @@ def _tried_pairs(losses: PairLosses, name: str, rows: slice) -> Tensor:
             f"{name} must leave its arguments as they are; it changed one in place. Write x = x * "
             "y for x *= y."
         )
+    gradients = [side.total.grad for side in sides if side.total.grad is not None]
+    _require_finite(name, "pairs", found[0].detach(), gradients)
     return found[0].detach()

@@ -45,6 +45,12 @@ def changes(chosen, rejected):
     chosen.reference.mul_(2)
     return -chosen.log_ratio + rejected.log_ratio
 
+def divided(chosen, rejected):
+    return chosen.log_ratio / rejected.log_ratio
+
+def rooted(chosen, rejected):
+    return (chosen.log_ratio - rejected.log_ratio).square().sqrt()
+
 def broken(chosen, rejected):
     return chosen.logprobs
 """
@@ -124,6 +130,8 @@ def test_online_dpo_reads_it_too(
         ("total", "tensors must share one shape"),
         ("number", "must return a tensor of floats .*; got float"),
         ("changes", "must leave its arguments as they are"),
+        ("divided", r"must have finite losses; got \[-2.0, nan\] for made-up pairs"),
+        ("rooted", r"must have finite gradients; got \[1.0, nan\]"),
         ("broken", "could not be used on two made-up pairs: AttributeError"),
     ],
 )

@@ -48,6 +48,12 @@ def with_returns(made):
     returns = made.rewards.flip(1).cumsum(1).flip(1) * mask
     return (returns - made.values) * mask, returns
 
+def divided(logprobs, old, advantages, mask):
+    return -logprobs * advantages / (logprobs - old)
+
+def rooted(logprobs, old, advantages, mask):
+    return advantages * (logprobs - old).square().sqrt()
+
 def above_the_mean(made):
     mask = made.batch.response_mask
     advantages = (made.scores - made.metrics["reward"])[:, None] * mask
@@ -131,6 +137,11 @@ def test_functions_that_say_what_the_knobs_say_give_the_same_weights(
         ({"loss_function": "FILE:centered"}, "must give an answer the same loss whatever other"),
         ({"loss_function": "FILE:broken"}, "could not be used on two made-up answers: Runtime"),
         ({"loss_function": "FILE:summed"}, "must share one shape; got token_losses"),
+        (
+            {"loss_function": "FILE:divided"},
+            r"must have finite losses; got .*(nan|inf).* made-up an",
+        ),
+        ({"loss_function": "FILE:rooted"}, r"must have finite gradients; got .*nan.* made-up ans"),
         ({"loss_function": "FILE:clipt"}, "has no function clipt"),
         ({"loss_function": "FILE:clipped?clip=much"}, "clip must be a number; got 'much'"),
         ({"loss_function": "FILE:clipped?cut=1"}, "must have the option cut.*got clip"),
@@ -225,6 +236,10 @@ def test_a_loss_over_one_answer_at_a_time_may_sum_over_it() -> None:
         return -ratio * advantages / mask.sum(1, keepdim=True)
 
     try_token_losses(per_answer, "sequence ratio")
+
+
+def test_what_a_loss_gives_beside_the_answers_may_be_anything() -> None:
+    try_token_losses(lambda new, old, a, mask: -new * a / mask.float(), "by the mask")
 
 
 def test_the_trial_has_the_figures_that_a_rollout_has(
