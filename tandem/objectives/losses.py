@@ -64,7 +64,7 @@ def pairwise_loss(
             answers; None: 1.
     A tie counts as half a win. The margin is the loss's alone, not the metrics'.
     Source: arXiv:2203.02155 eq. 1; margin: arXiv:2307.09288 eq. 2; centering: arXiv:2312.09244
-    section 4.2.
+    eq. 2.
     """
     require_same_shape(chosen=chosen, rejected=rejected)
     weights = torch.ones_like(chosen, dtype=torch.float32) if weights is None else weights
