@@ -148,9 +148,9 @@ def test_what_cannot_be_recorded_runs_through_the_plain_runner(
     assert seen.drawn <= 1
 
 
-def sorted_by_torch(values: Tensor) -> Tensor:
+def likeliest_by_torch(probabilities: Tensor, width: int) -> Tensor:
     """As on a GPU; numpy's work would be on no tape."""
-    return values.sort(dim=-1).values
+    return probabilities.sort(dim=-1).values.flip(-1)[:, :width]
 
 
 @bitwise
@@ -167,7 +167,7 @@ def sorted_by_torch(values: Tensor) -> Tensor:
 def test_every_sampling_draws_what_the_rows_draw(
     knobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampler, "_sorted", sorted_by_torch)
+    monkeypatch.setattr(sampler, "_likeliest", likeliest_by_torch)
     model = wide()
     plain = rollout_of(model, sampling=knobs)
     seen = in_buckets(monkeypatch, late=True)

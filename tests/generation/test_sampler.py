@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tandem.config.schema import SamplingConfig
 from tandem.errors import ConfigError, GenerationError
-from tandem.generation.sampler import Draw, Sampler, TokenCounts, sequence_key
+from tandem.generation.sampler import Draw, Sampler, TokenCounts, sequence_key, truncated
 from tandem.ops import dense
 
 V = 12
@@ -79,6 +80,25 @@ def test_truncation_against_a_slow_loop(settings: dict[str, float]) -> None:
     made = draw(logits.expand(50, -1), **settings)
     assert torch.allclose(made.sampled_logprobs.double(), expected[made.tokens].log(), atol=1e-5)
     assert torch.allclose(made.logprobs.double(), p[made.tokens].log(), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_nucleus_may_be_wider_than_the_first_look(dtype: torch.dtype) -> None:
+    """Of rows side by side, some of which are certain; numpy is the reference, row by row."""
+    noise = torch.randn(7, 5000, generator=torch.Generator().manual_seed(3))
+    logits = (noise * torch.tensor([8.0, 0.3, 5.0, 0.0, 1.0, 0.01, 3.0])[:, None]).to(dtype)
+    kept = truncated(logits, top_p=0.9).isfinite()
+    widths = kept.sum(dim=1)
+    assert int((widths < 1024).sum()) >= 2, "and some are not"
+    assert int((widths > 1024).sum()) >= 2
+    for row, is_kept in zip(logits, kept, strict=True):
+        p = torch.softmax(row.float(), -1).numpy()
+        descending = np.sort(p)[::-1]
+        before = descending.astype(np.float64).cumsum() - descending
+        border = descending[before < 0.9][-1]
+        assert (is_kept.numpy() == (p >= border)).all()
+        assert p[is_kept.numpy()].sum() >= 0.9 - 1e-4
+        assert p[p > border].sum() < 0.9, "it is the smallest set"
 
 
 def test_penalties_against_a_slow_loop() -> None:
