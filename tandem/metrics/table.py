@@ -290,6 +290,12 @@ METRICS: tuple[Metric, ...] = (
         line="held-out, EMA", column="ema"),
     Metric("heldout_reward_function_score", "function units", _RL, "higher",
         "`reward_function_score` of the answers to held-out prompts.", chart="Reward function"),
+    Metric("heldout_unscored", "share", _RL, "",
+        "Answers to held-out prompts that no reward scored, where there are some. `heldout_reward` "
+        "is of the others (scoring.on_none zero: they count as 0 in it), which may be other "
+        "answers at the next evaluation, or of another model.",
+        "absent: every answer has a score", title="Held-out answers without a score",
+        chart="Answers without a score", column="unscored"),
     Metric("heldout_eos_rate", "share", _RL, "higher",
         "`eos_rate` of the answers to held-out prompts.", "not falling",
         title="Held-out finished answers (EOS rate)", chart="Finished answers (EOS rate)",

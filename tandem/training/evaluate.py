@@ -173,14 +173,16 @@ def _grade_metrics(scores: Tensor, standard: Tensor, is_regression: bool) -> dic
 
 
 def answer_metrics(rollout: Rollout, answers: ScoredAnswers) -> dict[str, float]:
-    """EOS rate, length and, if there are scores, the mean score of a policy's answers; without
-    penalties and clips."""
+    """EOS rate, length and, if there are scores, the mean score of a policy's answers, without
+    penalties and clips, and the share of answers that it is not of."""
     metrics = {
         "heldout_eos_rate": float(rollout.finished.float().mean()),
         "heldout_response_tokens": rollout.batch.num_response_tokens / len(rollout),
     }
     if bool(answers.is_scored.any()):
         metrics["heldout_reward"] = float(answers.mixed[answers.is_scored].mean())
+        if answers.num_unscored:
+            metrics["heldout_unscored"] = answers.num_unscored / len(rollout)
     return metrics
 
 

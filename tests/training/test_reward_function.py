@@ -20,6 +20,7 @@ from tandem.errors import DataError, Stopped
 from tandem.parallel.world import World
 from tandem.rewards.scoring import GivenFunction
 from tandem.text import ignore_line
+from tandem.training.evaluate import answer_metrics
 from tandem.training.experience import ScoredAnswers, score_answers
 from tandem.training.reward_function import RewardColumns, function_scores, rewards_of
 from tandem.training.rollout_rows import selected
@@ -283,6 +284,18 @@ def test_rows_without_a_score_are_left_out_or_0_but_always_counted() -> None:
     assert zero.scores.tolist() == [2.0, 0.0]
     for found in (dropped, zero):
         assert found.metrics(rollout)["reward_unscored"] == 1
+
+
+def test_a_heldout_mean_says_of_how_many_answers_it_is_not() -> None:
+    """Otherwise `keep_best` and comparisons show means of one answer as those of a hundred."""
+    some = here(lambda p, c, **k: [None if text == "none" else float(len(text)) for text in c])
+    rollout = rollout_of("abc", "none", "none", "a")
+    dropped = answer_metrics(rollout, answered(rollout, [some]))
+    assert (dropped["heldout_reward"], dropped["heldout_unscored"]) == (2.0, 0.5)
+    zero = answer_metrics(rollout, answered(rollout, [some], on_none="zero"))
+    assert (zero["heldout_reward"], zero["heldout_unscored"]) == (1.0, 0.5)
+    whole = rollout_of("abc", "a")
+    assert "heldout_unscored" not in answer_metrics(whole, answered(whole, [some]))
 
 
 def test_rewards_normalized_in_their_groups_count_alike() -> None:

@@ -138,7 +138,7 @@ def compare(
     shown_answers = [shown for shown in answers if shown["answers"]]
     evaluation = {"models": models, "answers": shown_answers, "made_from": made_from}
     if any(value is not None for values in every_score.values() for value in values):
-        evaluation["scores"] = every_score
+        evaluation["scores"] = _counted_scores(every_score, models)
     reads_rows = scorer is not None and (
         scorer.renderer.renders_like(rows.reward_renderer) or run.reward_module is None
     )
@@ -153,6 +153,17 @@ def compare(
     if save:
         run.write_json(EVALUATION_FILE, evaluation)
     return evaluation
+
+
+def _counted_scores(
+    scores: dict[str, list[float | None]], models: dict[str, dict[str, float]]
+) -> dict[str, list[float | None]]:
+    """`scores` as they are; `models` hear of those none of whose answers has a score, which must
+    not look fully scored beside others."""
+    for label, values in scores.items():
+        if all(value is None for value in values):
+            models[label]["heldout_unscored"] = 1.0
+    return scores
 
 
 def first_of_each(prompts: Sequence[PromptRow], most: int) -> list[int]:
