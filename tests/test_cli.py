@@ -127,6 +127,8 @@ def test_help_of_small_commands_has_groups_defaults_and_an_example(
         (("doctor", "--xyz"), "--xyz is not a flag of tandem doctor. See tandem doctor --help."),
         (("sweep", "x.yaml", "--sweep-dirr", "y"), "Did you mean --sweep-dir?"),
         (("sweep", "--sweep-dir", "y", "--sweep-lor", "8"), "Did you mean --sweep-lora?"),
+        (("plan", "--data", "x", "--sft.batch-size", "0"), "sft.batch_size must be >= 1; got 0"),
+        (("plan", "--data", "x", "--harware", "2xL4"), "--harware is not a flag of tandem plan. D"),
         (("data", "chek"), "tandem data has one command, check; got 'chek'"),
         (("data", "check", "x", "--data-split", "a"), "--data-split must be numbers"),
         (("vote", "no.jsonl", "--once"), "neither it nor no.jsonl.asked.jsonl is there"),

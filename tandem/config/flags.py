@@ -123,6 +123,11 @@ def with_flags(argv: Sequence[str], command: str, flags: Sequence[str]) -> list[
     return [*(word for name, words in parts if name not in newer for word in words), *flags]
 
 
+def unknown_flags(argv: Sequence[str]) -> list[str]:
+    """Those of a command line's words that set no knob of a run."""
+    return [words[0] for name, words in _CommandLine("train", argv).parts if not name]
+
+
 def _without_a_reader(undotted: Mapping[str, str], stages: Sequence[str]) -> list[str]:
     """Complaints about flags without a section that would set an RL stage's knob, where that stage
     does not run: nothing would come of them.
@@ -170,10 +175,8 @@ def help_page(command: str, summary: str, *, everything: bool) -> str:
         pages = ", ".join(f"tandem {name} --help" for name in stage_names())
         about = f"Learning rates, batch sizes and epochs: {pages}; the same flags work here."
         lines += textwrap.wrap(about, 79)
-        lines += [
-            "",
-            "Example: tandem train --actor-model MODEL --data prefs.jsonl --stages sft dpo",
-        ]
+        example = "Example: tandem train --actor-model MODEL --data prefs.jsonl --stages sft dpo"
+        lines += ["", example]
     return "\n".join(lines)
 
 

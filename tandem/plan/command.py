@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.config.flags import parse_run_flags
+from tandem.config.flags import parse_run_flags, unknown_flags
 from tandem.config.pages import Parser
 from tandem.errors import ConfigError
 from tandem.plan.cases import Axes, skip_reasons
@@ -46,12 +46,12 @@ def parse_sweep(args: Sequence[str]) -> tuple[Sweep, bool]:
     parser = _parser()
     options, rest = parser.parse_known_args(words)
     if not options.sweep_dir:
-        parser.refuse_typo(rest)
+        parser.refuse_typo(unknown_flags(rest))
         raise ConfigError("tandem sweep must get --sweep-dir DIR; got none. Name a folder.")
     try:
         config = parse_run_flags(rest, "train", program="sweep")
     except ConfigError:
-        parser.refuse_typo(rest)
+        parser.refuse_typo(unknown_flags(rest))
         raise
     if options.num_gpus < 1:
         raise ConfigError(f"--num-gpus must be at least 1; got {options.num_gpus}.")

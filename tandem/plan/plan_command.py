@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from tandem.config.flags import parse_run_flags
+from tandem.config.flags import parse_run_flags, unknown_flags
 from tandem.config.pages import Parser
 from tandem.config.schema import RunConfig
 from tandem.config.stages import STAGES, in_order
@@ -164,7 +164,7 @@ def _asked(options: Any, rest: Sequence[str]) -> Asked:
     try:
         config = parse_run_flags(rest, "train", note=say, program="plan")
     except ConfigError:
-        _parser().refuse_typo(rest)
+        _parser().refuse_typo(unknown_flags(rest))
         raise
     if options.no_data:
         config = replace(config, data=(), sft_data=(), eval_data=())

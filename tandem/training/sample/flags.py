@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.conversations import CONVERSATION_KNOBS
-from tandem.config.flags import Reader, parse_run_flags
+from tandem.config.flags import Reader, parse_run_flags, unknown_flags
 from tandem.config.load import build, config_knobs, knob_value, load_config, set_knob
 from tandem.config.pages import Parser, home_path, paragraph
 from tandem.config.recorded import base_gone, is_gone, with_found_models
@@ -102,7 +102,7 @@ def parse_sample_flags(args: Sequence[str], wrong: Sequence[str] = ()) -> Sample
     try:
         config = parse_run_flags(rest, "sample", wrong=problems, reader=reader)
     except ConfigError:
-        parser.refuse_typo(rest)
+        parser.refuse_typo(unknown_flags(rest))
         raise
     if not (config.reward_model or rl_section(config).reward_function):
         config = _with_own_rewards(config, base, options.run_or_model if run else "")
