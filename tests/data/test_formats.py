@@ -153,6 +153,7 @@ def test_an_open_quote_swallows_the_rest_and_is_told(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b'"a,b\n', "must begin with column names; got unexpected end of data"),
+        (b"a,b\r1,2\r", "must have lines that end in LF or CRLF; got CR alone"),
         (b"a,\xff\n1,2\n", "a.csv:1: column names must be UTF-8; got byte 0xff at byte 2"),
         (b"a,a\n1,2\n", "column names must be different and not blank; got columns a, a"),
         (b"a,\n1,2\n", "column names must be different and not blank"),

@@ -81,6 +81,10 @@ def read_json(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
         yield _checked_row(row, Source(dataset, str(path), number))
 
 
+_LONE_CR = "new-line character seen in unquoted field"
+"""Of csv's own message."""
+
+
 def read_csv(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
     """Comma-separated cells under a line of column names; the row's number is its first line's."""
     return _read_cells(path, dataset, on_blank, ",")
@@ -99,6 +103,11 @@ def _read_cells(path: Path, dataset: str, on_blank: OnBlank, separator: str) -> 
     try:
         header = next(reader, [])
     except csv.Error as error:
+        if _LONE_CR in str(error):
+            raise DataError(
+                f"{visible(str(path))} must have lines that end in LF or CRLF; got CR alone, as "
+                "old Macs wrote them. Save it with other line ends (in Excel as CSV UTF-8)."
+            ) from None
         raise DataError(
             f"{visible(str(path))} must begin with column names; got {error}. Close its quotes."
         ) from None
