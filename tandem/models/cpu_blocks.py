@@ -26,7 +26,7 @@ from tandem.models.twin_layers import (
     TwinRotaryAttention,
 )
 from tandem.ops import layer
-from tandem.ops.attention import attend
+from tandem.ops.attention import attend, takes_asked
 from tandem.ops.attention_context import AttentionSpec, Decode, current_step, wanted_tokens
 
 _ATTENTION = {TwinRotaryAttention: False, recomputing(TwinRotaryAttention): True}
@@ -150,13 +150,16 @@ def block_on_cpu(block: Any, x: Tensor, positions: tuple[Tensor, Tensor]) -> Ten
     if len(set(map(id, parts))) < len(parts):
         return None
 
+    kind = attention.kind()
+    asked = wanted.rows if wanted is not None and takes_asked(kind, x.dtype) else None
+
     def attended_of(x: Tensor) -> tuple[Tensor, Tensor]:
         weights = [_weight(linear) for linear in linears[:3]]
         biases = [linear.bias for linear in linears[:3]]
         q, k, v, residual = layer.before_attention(
-            x, first, weights, biases, cos[0], sin[0], attention.head_dim, adapters[:3]
+            x, first, weights, biases, cos[0], sin[0], attention.head_dim, adapters[:3], asked
         )
-        attended = attend(attention.layer_idx, q, k, v, attention.kind())
+        attended = attend(attention.layer_idx, q, k, v, kind, asked)
         return attended.reshape(1, len(attended), -1), residual
 
     if trains and attention.training and _ATTENTION[type(attention)]:
@@ -164,7 +167,9 @@ def block_on_cpu(block: Any, x: Tensor, positions: tuple[Tensor, Tensor]) -> Ten
     else:
         attended, residual = attended_of(x)
     if wanted is not None:
-        attended, residual = wanted.of(attended, residual)
+        if asked is None:
+            attended, residual = wanted.of(attended, residual)
+        wanted.alone = True
     out, *others = linears[3:]
     gate, up, down = map(_weight, others)
     return layer.after_attention(

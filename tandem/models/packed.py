@@ -3,9 +3,9 @@
 N is the number of tokens that are computed: the real tokens in the order of the batch's rows, or,
 where rows begin alike (`beginnings`), each beginning once and then what continues it: prompts, and
 each row's response. Tokens that nothing asked for depends on are left out: those after the last
-state that a row is asked for, and past the last block's attention (`ops.attention_context.Wanted`)
-all but the states asked for. Families whose attention cannot be reached (`twin.supports_packing`)
-run padded, and the real tokens are picked afterwards.
+state that a row is asked for, and past the last block's attention (`ops.attention_context.Wanted`),
+on a CPU with their queries, all but the states asked for. Families whose attention cannot be
+reached (`twin.supports_packing`) run padded, and the real tokens are picked afterwards.
 """
 
 from __future__ import annotations

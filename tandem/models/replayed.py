@@ -168,15 +168,13 @@ def _layer_back(
     norm, q, k, v, _, _, _, out, _, second, gate, up, down = weights
     heads = [weight.shape[0] // block.head_dim for weight in (q, k, v)]
     turned = kept.qkv.index_select(0, rows).view(len(rows), sum(heads), block.head_dim)
-    with torch.enable_grad(), attending(plan.step):
-        queries, keys, values = (
-            part.detach().requires_grad_() for part in turned.split(heads, dim=1)
-        )
-        attended = attend(block.layer, queries, keys, values, block.kind)
-    mixed = attended.detach().flatten(1)
-    there = rows
+    parts, there = [*turned.split(heads, dim=1)], rows
     if wanted is not None:
-        mixed, there = mixed.index_select(0, wanted), rows[wanted]
+        parts[0], there = parts[0].index_select(0, wanted), rows[wanted]
+    with torch.enable_grad(), attending(plan.step):
+        queries, keys, values = (part.detach().requires_grad_() for part in parts)
+        attended = attend(block.layer, queries, keys, values, block.kind, wanted)
+    mixed = attended.detach().flatten(1)
     four = [leaves[7], *leaves[10:]]
     with _sums(four, [needed[7], *needed[10:]]) as (totals, are_new):
         of_mixed, of_sum, of_bias, of_second, *of_four = layer.after_backward(
@@ -186,21 +184,86 @@ def _layer_back(
         )  # fmt: skip
     assert of_mixed is not None
     assert of_sum is not None
-    if wanted is not None:
-        of_mixed, of_sum = (
-            part.new_zeros(len(rows), part.shape[1]).index_copy_(0, wanted, part)
-            for part in (of_mixed, of_sum)
-        )
     of_turned = torch.autograd.grad(attended, (queries, keys, values), of_mixed.view_as(attended))
     inputs, those = (plan.layers[number - 1].out, rows) if number else (x, None)
+    back = _before_back if wanted is None else _before_few_back
     with _sums(leaves[1:4], needed[1:4]) as (totals, are_new):
-        of_x, of_norm, *of_three = layer.before_backward(
-            [*of_turned, of_sum], inputs, (norm, *block.first), [q, k, v], plan.cos, plan.sin,
-            block.head_dim, [True, *needed[:7]], totals, are_new, rows=those,
+        of_x, of_norm, *of_three = back(
+            plan, block, [*of_turned, of_sum], inputs, those, norm, [q, k, v], needed[:7], totals,
+            are_new,
         )  # fmt: skip
     assert of_x is not None
     of_out, *of_rest = of_four
     return of_x, [of_norm, *of_three, of_out, of_bias, of_second, *of_rest]
+
+
+def _before_back(
+    plan: _Plan,
+    block: PlainBlock,
+    given: Sequence[Tensor | None],
+    inputs: Tensor,
+    rows: Tensor | None,
+    norm: Tensor,
+    weights: Sequence[Tensor],
+    needed: Sequence[bool],
+    totals: Sequence[Tensor | None],
+    are_new: int,
+    of: Tensor | None = None,
+) -> list[Tensor | None]:
+    """`layer.before_backward` of `rows` of inputs, all if None, or of those that `of` names of
+    them."""
+    cos, sin = plan.cos, plan.sin
+    if of is not None:
+        cos, sin, rows = cos[of], sin[of], of if rows is None else rows[of]
+    return layer.before_backward(
+        given, inputs, (norm, *block.first), weights, cos, sin, block.head_dim, [True, *needed],
+        totals, are_new, rows=rows,
+    )  # fmt: skip
+
+
+def _before_few_back(
+    plan: _Plan,
+    block: PlainBlock,
+    given: Sequence[Tensor],
+    inputs: Tensor,
+    rows: Tensor | None,
+    norm: Tensor,
+    weights: Sequence[Tensor],
+    needed: Sequence[bool],
+    totals: Sequence[Tensor | None],
+    are_new: int,
+) -> list[Tensor | None]:
+    """The same where the rows wanted alone have queries, summed as `layer.before_attention` of rows
+    `asked` for is, to the bit."""
+    of_q, of_k, of_v, of_sum = given
+    wanted = plan.wanted
+    assert wanted is not None
+    if inputs.dtype != torch.float32:
+        of_q, of_sum = (
+            part.new_zeros(len(plan.rows), *part.shape[1:]).index_copy_(0, wanted, part)
+            for part in (of_q, of_sum)
+        )
+        return _before_back(
+            plan, block, [of_q, of_k, of_v, of_sum], inputs, rows, norm, weights, needed, totals,
+            are_new,
+        )  # fmt: skip
+    none, (q, k, v) = weights[0].new_empty(0, inputs.shape[1]), weights
+    of_norm, has_q, has_k, has_v, bias_q, bias_k, bias_v = needed
+    of_few, norm_of_few, grad_q, _, _, grad_bias_q, _, _ = _before_back(
+        plan, block, [of_q, None, None, of_sum], inputs, rows, norm, [q, none, none],
+        [of_norm, has_q, False, False, bias_q, False, False], [totals[0], None, None], are_new & 1,
+        wanted,
+    )  # fmt: skip
+    of_x, norm_of_all, _, grad_k, grad_v, _, grad_bias_k, grad_bias_v = _before_back(
+        plan, block, [None, of_k, of_v, None], inputs, rows, norm, [none, k, v],
+        [of_norm, False, has_k, has_v, False, bias_k, bias_v], [None, *totals[1:]], are_new & ~1,
+    )  # fmt: skip
+    assert of_x is not None
+    assert of_few is not None
+    of_x.index_add_(0, wanted, of_few)
+    if norm_of_all is not None and norm_of_few is not None:
+        norm_of_all += norm_of_few
+    return [of_x, norm_of_all, grad_q, grad_k, grad_v, grad_bias_q, grad_bias_k, grad_bias_v]
 
 
 @contextmanager

@@ -81,8 +81,20 @@ def _not_taken(module: nn.Module, mask: Tensor | None, others: dict[str, Any]) -
     return found
 
 
-def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionSpec) -> Tensor:
-    """Attention of N tokens, q (N, Hq, Dk), k (N, Hkv, Dk), v (N, Hkv, Dv) -> (N, Hq, Dv)."""
+def attend(
+    layer: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kind: AttentionSpec,
+    asked: Tensor | None = None,
+) -> Tensor:
+    """Attention of N tokens, q (N, Hq, Dk), k (N, Hkv, Dk), v (N, Hkv, Dv) -> (N, Hq, Dv).
+
+    Args:
+        asked: (K,) int64, ascending: the tokens that q and the result are of, where `takes_asked`;
+            None: all.
+    """
     if not q.dtype == k.dtype == v.dtype:
         q, k = q.to(v.dtype), k.to(v.dtype)
     step = current_step()
@@ -98,7 +110,14 @@ def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionSpec) -> 
         store_kv(k, v, step.memory, layer, step.block_tables, step.cu_seqlens)
         if step.before is not None:
             return continued_attention(q, step.memory, layer, step, step.before, kind)
-    return varlen_attention(q, k, v, step, kind)
+    return varlen_attention(q, k, v, step, kind, asked)
+
+
+def takes_asked(kind: AttentionSpec, dtype: torch.dtype) -> bool:
+    """Whether `attend` may be given the queries of some tokens alone, in the forward around this
+    call, on a CPU."""
+    step = current_step()
+    return isinstance(step, Packed) and step.memory is None and kind.dropout == 0 and _native(dtype)
 
 
 def attend_rotary(
@@ -121,16 +140,25 @@ def attend_rotary(
     return attend(layer, *rotate(qkv, cos, sin, heads), kind)
 
 
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, step: Packed, kind: AttentionSpec) -> Tensor:
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: Packed,
+    kind: AttentionSpec,
+    asked: Tensor | None = None,
+) -> Tensor:
     """Causal attention inside each of the packed sequences, with gradient.
 
     Only the C++ operations share the keys of a prefix; elsewhere its sequences are written out.
+    Only they take queries of the tokens `asked` for alone.
     """
     if q.device.type == "cpu" and kind.dropout == 0 and _native(q.dtype):
         return torch.ops.tandem.varlen_attention(
             q, k, v, step.cu_seqlens, kind.scale, kind.window, kind.softcap, kind.sinks,
-            step.prefixes,
+            step.prefixes, asked,
         )  # fmt: skip
+    assert asked is None
     if step.prefixes is not None:
         whole = step.whole()
         q, k, v = q[whole.tokens], k[whole.tokens], v[whole.tokens]

@@ -171,7 +171,8 @@ class Wanted:
     """The tokens whose last hidden states are asked for.
 
     rows: (K,) int64, ascending, which of the N tokens. alone: set in the forward by a last block
-    that gives the states of these tokens alone: what follows attention is computed for no other.
+    that gives the states of these tokens alone: what follows attention, on a CPU also a query, is
+    computed for no other.
     """
 
     rows: Tensor

@@ -64,6 +64,7 @@ def before_attention(
     sin: Tensor,
     head_dim: int,
     adapters: Adapters = (None, None, None),
+    asked: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries, keys and values of x's norm, the first two turned by rotary positions.
 
@@ -73,10 +74,27 @@ def before_attention(
         biases: one for each weight, or None for each.
         cos, sin: (N, R) of x's dtype.
         adapters: of each weight.
+        asked: (K,) int64, the rows whose queries are wanted; None: all.
     Returns:
         (N, Hq, head_dim), twice (N, Hkv, head_dim), and x, to be added after attention: so its
-        gradient there and here are added as they are made.
+        gradient there and here are added as they are made. Queries and x are of the rows `asked`.
     """
+    if asked is not None and x.dtype != torch.float32 and torch.is_grad_enabled():
+        # Gradients by queries alone are rounded before they are added, which would show here.
+        q, k, v, x = before_attention(x, norm, weights, biases, cos, sin, head_dim, adapters)
+        return q.index_select(0, asked), k, v, x.index_select(-2, asked)
+    if asked is not None:
+        none, no_bias = x.new_empty(0, x.shape[-1]), None if biases[0] is None else x.new_empty(0)
+        q, _, _, residual = before_attention(
+            x.index_select(-2, asked), norm, [weights[0], none, none],
+            [biases[0], no_bias, no_bias], cos[asked], sin[asked], head_dim,
+            [adapters[0], None, None],
+        )  # fmt: skip
+        _, k, v, _ = before_attention(
+            x, norm, [none, *weights[1:]], [no_bias, *biases[1:]], cos, sin, head_dim,
+            [None, *adapters[1:]],
+        )  # fmt: skip
+        return q, k, v, residual
     if _are_plain(weights, adapters):
         return _op("before_attention")(x, *norm, weights, biases, cos, sin, head_dim, [], [])
     made, tensors = _flattened(weights, adapters)

@@ -216,6 +216,61 @@ def test_differentiating_twice_is_refused() -> None:
         torch.autograd.grad(out.sum(), q, create_graph=True)
 
 
+def asked_patterns(tokens: int, lengths: tuple[int, ...]) -> list[Tensor]:
+    """Each sequence's last token, some here and there, all from the middle on, and none."""
+    ends = torch.tensor(lengths).cumsum(0) - 1
+    chosen = torch.rand(tokens) < 0.4
+    chosen[ends[3] - 20 : ends[3]] = True
+    return [ends, chosen.nonzero()[:, 0], torch.arange(tokens // 2, tokens), ends[:0]]
+
+
+def of_some(x: Inputs, case: Case, asked: Tensor, prefixes: Tensor | None = None) -> Tensor:
+    out: Tensor = torch.ops.tandem.varlen_attention(
+        x.q, x.k, x.v, x.cu_seqlens, case.scale, case.window, case.softcap, x.sinks, prefixes, asked
+    )
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("prefixes", [None, (-1, -1, 1, 1, -1, 4)])
+@pytest.mark.parametrize("name", CASES)
+def test_queries_of_some_tokens_have_the_bits_of_all(
+    name: str, prefixes: tuple[int, ...] | None, dtype: torch.dtype
+) -> None:
+    case = CASES[name]
+    x = inputs(case, dtype=dtype)
+    shared = None if prefixes is None else torch.tensor(prefixes, dtype=torch.int32)
+    everyone = torch.arange(len(x.q))
+    whole = of_some(x, case, everyone, shared)
+    for asked in asked_patterns(len(x.q), LENGTHS):
+        some = replace(x, q=x.q[asked])
+        assert torch.equal(of_some(some, case, asked, shared), whole[asked])
+
+        # What a token nobody asks for gives to keys and values is exactly 0.
+        upstream = torch.randn(len(asked), case.query_heads, case.value_width).to(dtype)
+        spread = upstream.new_zeros(len(x.q), *upstream.shape[1:]).index_copy(0, asked, upstream)
+        found = []
+        for given, of, pull in ((x, everyone, spread), (some, asked, upstream)):
+            leaves = [t.detach().clone().requires_grad_() for t in (given.q, given.k, given.v)]
+            sinks = None if x.sinks is None else x.sinks.clone().requires_grad_()
+            all_of = [*leaves, *([] if sinks is None else [sinks])]
+            out = of_some(Inputs(*leaves, x.cu_seqlens, sinks), case, of, shared)
+            found.append(torch.autograd.grad(out, all_of, pull))
+        (all_q, *all_others), (some_q, *some_others) = found
+        assert torch.equal(some_q, all_q[asked])
+        assert all(map(torch.equal, some_others, all_others))
+
+
+def test_tokens_asked_for_that_attention_refuses() -> None:
+    case = CASES["16"]
+    x = inputs(case, lengths=(4,))
+    for asked in ([0, 1], [2, 2, 3], [1, 2, 4], [-1, 0, 1]):
+        with pytest.raises(RuntimeError, match="asked must"):
+            of_some(replace(x, q=x.q[:3]), case, torch.tensor(asked))
+    with pytest.raises(RuntimeError, match="asked must be contiguous int64"):
+        of_some(replace(x, q=x.q[:1]), case, torch.tensor([1], dtype=torch.int32))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_decoding_token_by_token_is_the_forward_to_the_bit(name: str, dtype: torch.dtype) -> None:

@@ -95,6 +95,7 @@ class Inputs:
         )
 
 
+Half = Callable[[Inputs, Shape], tuple[Tensor, ...]]
 BEFORE = ("x", "norm", "q", "k", "v", "bias_q", "bias_k", "bias_v")
 AFTER = ("attended", "residual", "out", "bias_out", "second", "gate", "up", "down")
 ADAPTED_BEFORE = (*BEFORE, "a_q", "b_q", "a_v", "b_v")
@@ -129,12 +130,24 @@ def angles(shape: Shape, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     return turned.cos().to(dtype), turned.sin().to(dtype)
 
 
-def before(given: Inputs, shape: Shape) -> tuple[Tensor, ...]:
+def before(
+    given: Inputs, shape: Shape, *, adapted: bool = False, some: bool = False
+) -> tuple[Tensor, ...]:
+    """`some`: of a part of the rows queries and x."""
     biases = [given.bias_q, given.bias_k, given.bias_v] if shape.biases else [None] * 3
     norm = layer.Norm(given.norm, 1e-5, shape.offset)
     cos, sin = angles(shape, len(given.x), given.x.dtype)
-    weights = [given.q, given.k, given.v]
-    return layer.before_attention(given.x, norm, weights, biases, cos, sin, shape.head)
+    adapters = [adapter(given, "q"), None, adapter(given, "v")] if adapted else [None] * 3
+    return layer.before_attention(
+        given.x, norm, [given.q, given.k, given.v], biases, cos, sin, shape.head, adapters,
+        asked_of(len(given.x)) if some else None,
+    )  # fmt: skip
+
+
+def asked_of(rows: int) -> Tensor:
+    """Every third row, ten that follow one another, and the last."""
+    places = torch.arange(rows)
+    return places[(places % 3 == 1) | ((places > 20) & (places <= 30)) | (places == rows - 1)]
 
 
 def after(given: Inputs, shape: Shape) -> tuple[Tensor, ...]:
@@ -148,13 +161,7 @@ def adapter(given: Inputs, name: str) -> layer.Adapter:
     return layer.Adapter(getattr(given, f"a_{name}"), getattr(given, f"b_{name}"), SCALES[name])
 
 
-def adapted_before(given: Inputs, shape: Shape) -> tuple[Tensor, ...]:
-    biases = [given.bias_q, given.bias_k, given.bias_v] if shape.biases else [None] * 3
-    norm = layer.Norm(given.norm, 1e-5, shape.offset)
-    cos, sin = angles(shape, len(given.x), given.x.dtype)
-    adapters = [adapter(given, "q"), None, adapter(given, "v")]
-    weights = [given.q, given.k, given.v]
-    return layer.before_attention(given.x, norm, weights, biases, cos, sin, shape.head, adapters)
+adapted_before: Half = partial(before, adapted=True)
 
 
 def adapted_after(given: Inputs, shape: Shape) -> tuple[Tensor, ...]:
@@ -180,7 +187,9 @@ def linear(
     return made + dense.linear(dense.linear(x, down) * scale, up)
 
 
-def before_slowly(given: Inputs, shape: Shape, *, adapted: bool = False) -> tuple[Tensor, ...]:
+def before_slowly(
+    given: Inputs, shape: Shape, *, adapted: bool = False, some: bool = False
+) -> tuple[Tensor, ...]:
     """Operation by operation, in any dtype."""
     biases = [given.bias_q, given.bias_k, given.bias_v] if shape.biases else [None] * 3
     normed = dense.rms_norm(given.x, given.norm, 1e-5, shape.offset)
@@ -191,7 +200,9 @@ def before_slowly(given: Inputs, shape: Shape, *, adapted: bool = False) -> tupl
         for name, bias in zip(("q", "k", "v"), biases, strict=True)
     )
     cos, sin = angles(shape, len(given.x), torch.float32)
-    return *dense.rotary(q, k, cos.to(q.dtype), sin.to(q.dtype)), v, given.x
+    turned = *dense.rotary(q, k, cos.to(q.dtype), sin.to(q.dtype)), v, given.x
+    asked = asked_of(len(given.x))
+    return (turned[0][asked], *turned[1:3], given.x[asked]) if some else turned
 
 
 def after_slowly(given: Inputs, shape: Shape, *, adapted: bool = False) -> tuple[Tensor, ...]:
@@ -211,17 +222,22 @@ def normed_exactly(x: Tensor, weight: Tensor, offset: bool) -> Tensor:
     return normed * (1 + weight) if offset else normed * weight
 
 
-Half = Callable[[Inputs, Shape], tuple[Tensor, ...]]
 AFTER_ATTENTION = layer.after_attention
 HALVES: list[tuple[Half, Half, tuple[str, ...]]] = [
     (before, before_slowly, BEFORE),
     (after, after_slowly, AFTER),
     (adapted_before, partial(before_slowly, adapted=True), ADAPTED_BEFORE),
     (adapted_after, partial(after_slowly, adapted=True), ADAPTED_AFTER),
+    (partial(before, some=True), partial(before_slowly, some=True), BEFORE),
+    (
+        partial(before, adapted=True, some=True),
+        partial(before_slowly, adapted=True, some=True),
+        ADAPTED_BEFORE,
+    ),
 ]
-half_of_layer = pytest.mark.parametrize(
-    ("half", "slowly", "names"), HALVES, ids=["before", "after", "adapted before", "adapted after"]
-)
+IDS = ["before", "after", "adapted before", "adapted after", "some", "adapted some"]
+half_of_layer = pytest.mark.parametrize(("half", "slowly", "names"), HALVES, ids=IDS)
+half_of_all_rows = pytest.mark.parametrize(("half", "slowly", "names"), HALVES[:4], ids=IDS[:4])
 
 
 @pytest.fixture
@@ -285,7 +301,7 @@ def test_gradients_are_those_of_float64(
             assert distance(gradient, exact[key]) < 2e-6, (key, rows)
 
 
-@half_of_layer
+@half_of_all_rows
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradients_in_bfloat16_are_as_close_as_the_operations_one_by_one(
     name: str, half: Half, slowly: Half, names: tuple[str, ...]
@@ -302,6 +318,24 @@ def test_gradients_in_bfloat16_are_as_close_as_the_operations_one_by_one(
             times = 1.2 if half in (adapted_before, adapted_after) else 1.1
             limit = times * distance(plain[key], exact[key]) + 2e-4
             assert distance(gradient, exact[key]) < limit, (key, rows)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_gradients_in_bfloat16_of_some_rows_are_those_of_all(name: str, adapted: bool) -> None:
+    """Where nothing else is asked of the others."""
+    shape, names = SHAPES[name], ADAPTED_BEFORE if adapted else BEFORE
+    given = inputs_of(shape, 300, torch.bfloat16)
+
+    def selected(given: Inputs, shape: Shape) -> tuple[Tensor, ...]:
+        q, k, v, x = before(given, shape, adapted=adapted)
+        asked = asked_of(len(x))
+        return q[asked], k, v, x[asked]
+
+    some = gradients(partial(before, adapted=adapted, some=True), given.leaves(), shape, names)
+    every = gradients(selected, given.leaves(), shape, names)
+    assert list(some) == list(every) == wanted(shape, names)
+    assert all(torch.equal(some[key], every[key]) for key in some)
 
 
 @half_of_layer

@@ -817,7 +817,7 @@ class Upcoming {
     if (!piece) return;
     row_ = piece->from->start, end_ = piece->to[-1].start + piece->to[-1].count;
     const Sizes& size = in.sizes;
-    add(in.q, piece->head * size.groups, size.groups, size.key_width);
+    if (!in.asked) add(in.q, piece->head * size.groups, size.groups, size.key_width);
     add(in.k, piece->head, 1, size.key_width);
     add(in.v, piece->head, 1, size.value_width);
   }
@@ -935,6 +935,31 @@ class Copies {
 // Queries of a segment from position t on, up to `most`, none of them past a multiple of `most`.
 int64_t tile_of(int64_t t, int64_t end, int64_t most) { return std::min(most - t % most, end - t); }
 
+// f(position, queries, their first row) for tiles of a segment's queries at positions [begin, end).
+// height(position, end): how many queries a tile takes from there on, at most kBlock.
+template <class T, class Height, class F>
+TANDEM_INLINE void each_tile(const Packed<T>& in, const Segment& segment, int64_t begin, int64_t end,
+                             const Height& height, const F& f) {
+  const int64_t start = segment.start - segment.first;  // the row of position 0
+  if (!in.asked) {
+    for (int64_t t = begin, count; t < end; t += count) {
+      count = height(t, end);
+      f(t, count, start + t);
+    }
+    return;
+  }
+  const int64_t* const all = in.asked + in.num_asked;
+  const int64_t* at = std::lower_bound(in.asked, all, start + begin);
+  const int64_t* const last = std::lower_bound(at, all, start + std::max(begin, end));
+  for (int64_t count; at < last; at += count) {
+    int64_t run = 1;  // tokens that follow one another
+    while (run < kBlock && at + run < last && at[run] == *at + run) ++run;
+    const int64_t t = *at - start;
+    count = height(t, t + run);
+    f(t, count, at - in.asked);
+  }
+}
+
 template <class T, class Keys, class Values>
 void forward_segment(const Packed<T>& in, const Piece& piece, const Segment& segment,
                      const Keys& keys, const Values& values, Upcoming<T>& next) {
@@ -948,9 +973,8 @@ void forward_segment(const Packed<T>& in, const Piece& piece, const Segment& seg
   const int64_t end = std::min(piece.end, segment.end());
   for (int64_t g = 0; g < size.groups; ++g) {
     const int64_t head = piece.head * size.groups + g;
-    for (int64_t t = begin, count; t < end; t += count) {
-      count = tile_at(t, end, size.value_width);
-      const int64_t row = segment.start + t - segment.first;
+    const auto height = [&](int64_t t, int64_t to) { return tile_at(t, to, size.value_width); };
+    each_tile(in, segment, begin, end, height, [&](int64_t t, int64_t count, int64_t row) {
       for (int64_t r = 0; r < count; ++r) {
         copy_row(in.q.at(row + r, head), size.key_width, in.kind.scale, queries + r * key_width);
       }
@@ -965,7 +989,7 @@ void forward_segment(const Packed<T>& in, const Piece& piece, const Segment& seg
                   in.out + at * size.value_width);
         if (in.lse) in.lse[at] = norms[r].lse();
       }
-    }
+    });
   }
 }
 
@@ -1313,9 +1337,9 @@ void backward_segment(const Gradients<T>& work, const Piece& piece, const Segmen
   float lse[kBackTile], delta[kBackTile];
   for (int64_t g = 0; g < size.groups; ++g) {
     const int64_t head = piece.head * size.groups + g;
-    for (int64_t t = segment.first, count; t < segment.end(); t += count) {
-      count = tile_of(t, segment.end(), kBackTile);
-      const int64_t row = segment.start + t - segment.first;
+    const auto height = [](int64_t t, int64_t to) { return tile_of(t, to, kBackTile); };
+    each_tile(in, segment, segment.first, segment.end(), height,
+              [&](int64_t t, int64_t count, int64_t row) {
       load_tile(work, row, count, head, queries, grads, lse, delta);
       const int64_t first = in.kind.first_key(t) / kBlock, blocks = t / kBlock - first + 1;
       const BackTile tile{queries, grads, lse, delta, t, count, blocks, first,
@@ -1332,7 +1356,7 @@ void backward_segment(const Gradients<T>& work, const Piece& piece, const Segmen
                 grad_values.block(first));
       add_outer(tile.grad_scores, stride, queries, key_width, count, stride, diagonal,
                 grad_keys.block(first));
-    }
+    });
   }
 }
 
@@ -1341,7 +1365,7 @@ void backward_piece(const Gradients<T>& work, const Piece& piece, const Piece* a
   const Packed<T>& in = work.in;
   const Sizes& size = in.sizes;
   Upcoming<T> next(in, after);
-  if (after) {
+  if (after && !in.asked) {
     const int64_t head = after->head * size.groups, width = size.value_width;
     next.add(work.output, head, size.groups, width);
     next.add({in.out, size.query_heads * width, width}, head, size.groups, width);

@@ -59,6 +59,8 @@ struct Segments {
   bool continues(int64_t b) const { return prefixes && prefixes[b] >= 0; }
 };
 
+// `asked`: which of the N tokens have a query, (num_asked), ascending; null: all. Rows of q, out and
+// lse are those tokens' alone.
 template <class T>
 struct Packed {
   Rows<const T> q, k, v;
@@ -66,6 +68,8 @@ struct Packed {
   float* lse;  // (N, Hq), or null
   Sizes sizes;
   Kind kind;
+  const int64_t* asked = nullptr;
+  int64_t num_asked = 0;
 };
 
 template <class T>
@@ -73,7 +77,7 @@ struct Gradients {
   Packed<T> in;          // `out` is the forward's
   Rows<const T> output;  // gradient of `out`
   T *q, *k, *v;          // contiguous
-  float* delta;          // (N, Hq): sum of gradient times output, for the sinks
+  float* delta;          // as `lse`: sum of gradient times output, for the sinks
 };
 
 // One new token for each of n rows, on KV memory.

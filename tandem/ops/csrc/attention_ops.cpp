@@ -38,9 +38,12 @@ void by_type(const Tensor& x, const F& f) {
   }
 }
 
-void check_rows(const Tensor& q, const Tensor& k, const Tensor& v, const char* where) {
-  TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && v.dim() == 3 && k.size(0) == q.size(0) &&
-                  v.size(0) == q.size(0) && k.size(1) == v.size(1) && k.size(2) == q.size(2),
+// `num_tokens`: keys that there must be, as many as queries unless it is given.
+void check_rows(const Tensor& q, const Tensor& k, const Tensor& v, const char* where,
+                std::optional<int64_t> num_tokens = std::nullopt) {
+  const int64_t tokens = num_tokens ? *num_tokens : q.dim() ? q.size(0) : 0;
+  TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && v.dim() == 3 && k.size(0) == tokens &&
+                  v.size(0) == tokens && k.size(1) == v.size(1) && k.size(2) == q.size(2),
               where, " must get q (N, Hq, Dk), k (N, Hkv, Dk), v (N, Hkv, Dv); got ", q.sizes(),
               ", ", k.sizes(), ", ", v.sizes(), ".");
   TORCH_CHECK(k.size(1) > 0 && q.size(1) % k.size(1) == 0, where,
@@ -70,12 +73,27 @@ Kind kind_of(double scale, int64_t window, double softcap, const std::optional<T
           sinks ? sinks->const_data_ptr<float>() : nullptr};
 }
 
+// The tokens that queries are given of, (K,) int64.
+void check_asked(const Tensor& asked, const Tensor& q, int64_t tokens) {
+  TORCH_CHECK(asked.dim() == 1 && asked.scalar_type() == at::kLong && asked.is_contiguous() &&
+                  asked.size(0) == q.size(0),
+              "varlen_attention's asked must be contiguous int64, a token for each of ", q.size(0),
+              " queries; got ", asked.sizes(), " of ", asked.scalar_type(), ".");
+  const int64_t* const at = asked.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < asked.size(0); ++i)
+    TORCH_CHECK(at[i] > (i ? at[i - 1] : -1) && at[i] < tokens,
+                "varlen_attention's asked must rise within [0, ", tokens, "); got ", at[i],
+                " as number ", i, ".");
+}
+
 Tensor run_forward(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& bounds,
                    double scale, int64_t window, double softcap,
                    const std::optional<Tensor>& sinks_, const std::optional<Tensor>& prefixes_,
-                   Tensor* lse) {
-  check_rows(q_, k_, v_, "varlen_attention");
-  check_bounds(bounds, q_.size(0), "varlen_attention");
+                   const std::optional<Tensor>& asked, Tensor* lse) {
+  const int64_t tokens = asked && k_.dim() ? k_.size(0) : q_.dim() ? q_.size(0) : 0;
+  check_rows(q_, k_, v_, "varlen_attention", tokens);
+  if (asked) check_asked(*asked, q_, tokens);
+  check_bounds(bounds, tokens, "varlen_attention");
   const auto prefixes = checked_prefixes(prefixes_, bounds.size(0) - 1, "varlen_attention");
   const Tensor q = dense_rows(q_), k = dense_rows(k_), v = dense_rows(v_);
   const Sizes size = sizes_of(q, k, v);
@@ -87,7 +105,8 @@ Tensor run_forward(const Tensor& q_, const Tensor& k_, const Tensor& v_, const T
     using T = decltype(zero);
     const Packed<T> in{rows_of<const T>(q), rows_of<const T>(k), rows_of<const T>(v),
                        static_cast<T*>(out.data_ptr()), lse ? lse->data_ptr<float>() : nullptr,
-                       size, kind_of(scale, window, softcap, sinks)};
+                       size, kind_of(scale, window, softcap, sinks),
+                       asked ? asked->const_data_ptr<int64_t>() : nullptr, q.size(0)};
     attend_packed(in, segments_of(bounds, prefixes));
   });
   return out;
@@ -105,8 +124,9 @@ struct Grads {
 
 Grads run_backward(const Tensor& grad_, const Tensor& q_, const Tensor& k_, const Tensor& v_,
                    const Tensor& bounds, const std::optional<Tensor>& prefixes,
-                   const std::optional<Tensor>& sinks_, const Tensor& out, const Tensor& lse,
-                   double scale, int64_t window, double softcap) {
+                   const std::optional<Tensor>& asked, const std::optional<Tensor>& sinks_,
+                   const Tensor& out, const Tensor& lse, double scale, int64_t window,
+                   double softcap) {
   const Tensor q = dense_rows(q_), k = dense_rows(k_), v = dense_rows(v_);
   const Tensor grad = dense_rows(grad_.to(q.scalar_type()));
   const Sizes size = sizes_of(q, k, v);
@@ -114,13 +134,14 @@ Grads run_backward(const Tensor& grad_, const Tensor& q_, const Tensor& k_, cons
   Grads grads{at::empty(q.sizes(), q.options()), at::empty(k.sizes(), k.options()),
               at::empty(v.sizes(), v.options()), {}};
   Tensor delta = at::empty_like(lse);
-  if (q.size(0) > 0) {
+  if (k.size(0) > 0) {
     by_type(q, [&](auto zero) {
       using T = decltype(zero);
       const Gradients<T> work{
           {rows_of<const T>(q), rows_of<const T>(k), rows_of<const T>(v),
            static_cast<T*>(out.data_ptr()), lse.data_ptr<float>(), size,
-           kind_of(scale, window, softcap, sinks)},
+           kind_of(scale, window, softcap, sinks),
+           asked ? asked->const_data_ptr<int64_t>() : nullptr, q.size(0)},
           rows_of<const T>(grad), static_cast<T*>(grads.q.data_ptr()),
           static_cast<T*>(grads.k.data_ptr()), static_cast<T*>(grads.v.data_ptr()),
           delta.data_ptr<float>()};
@@ -133,8 +154,13 @@ Grads run_backward(const Tensor& grad_, const Tensor& q_, const Tensor& k_, cons
 
 Tensor varlen_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens,
                         double scale, int64_t window, double softcap,
-                        const std::optional<Tensor>& sinks, const std::optional<Tensor>& prefixes) {
-  return run_forward(q, k, v, cu_seqlens, scale, window, softcap, sinks, prefixes, nullptr);
+                        const std::optional<Tensor>& sinks, const std::optional<Tensor>& prefixes,
+                        const std::optional<Tensor>& asked) {
+  return run_forward(q, k, v, cu_seqlens, scale, window, softcap, sinks, prefixes, asked, nullptr);
+}
+
+std::optional<Tensor> if_defined(const Tensor& x) {
+  return x.defined() ? std::optional<Tensor>(x) : std::nullopt;
 }
 
 class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
@@ -142,12 +168,14 @@ class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& q, const Tensor& k,
                         const Tensor& v, const Tensor& cu_seqlens, double scale, int64_t window,
                         double softcap, const std::optional<Tensor>& sinks,
-                        const std::optional<Tensor>& prefixes) {
+                        const std::optional<Tensor>& prefixes,
+                        const std::optional<Tensor>& asked) {
     at::AutoDispatchBelowADInplaceOrView below;
     Tensor lse;
-    Tensor out = run_forward(q, k, v, cu_seqlens, scale, window, softcap, sinks, prefixes, &lse);
+    Tensor out =
+        run_forward(q, k, v, cu_seqlens, scale, window, softcap, sinks, prefixes, asked, &lse);
     ctx->save_for_backward({q, k, v, cu_seqlens, sinks ? *sinks : Tensor(), saved_output(out), lse,
-                            prefixes ? *prefixes : Tensor()});
+                            prefixes ? *prefixes : Tensor(), asked ? *asked : Tensor()});
     ctx->saved_data["scale"] = scale;
     ctx->saved_data["window"] = window;
     ctx->saved_data["softcap"] = softcap;
@@ -159,30 +187,29 @@ class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
     TORCH_CHECK(!at::GradMode::is_enabled(),
                 "varlen_attention must be differentiated once; got create_graph=True.");
     const auto saved = ctx->get_saved_variables();
-    const std::optional<Tensor> sinks =
-        saved[4].defined() ? std::optional<Tensor>(saved[4]) : std::nullopt;
-    const std::optional<Tensor> prefixes =
-        saved[7].defined() ? std::optional<Tensor>(saved[7]) : std::nullopt;
-    const Grads done =
-        run_backward(grads[0], saved[0], saved[1], saved[2], saved[3], prefixes, sinks, saved[5],
-                     saved[6], ctx->saved_data["scale"].toDouble(),
-                     ctx->saved_data["window"].toInt(), ctx->saved_data["softcap"].toDouble());
-    return {done.q,   done.k,   done.v,   Tensor(),   Tensor(),
-            Tensor(), Tensor(), done.sinks, Tensor()};
+    const Grads done = run_backward(
+        grads[0], saved[0], saved[1], saved[2], saved[3], if_defined(saved[7]),
+        if_defined(saved[8]), if_defined(saved[4]), saved[5], saved[6],
+        ctx->saved_data["scale"].toDouble(), ctx->saved_data["window"].toInt(),
+        ctx->saved_data["softcap"].toDouble());
+    return {done.q,   done.k,   done.v,     Tensor(), Tensor(),
+            Tensor(), Tensor(), done.sinks, Tensor(), Tensor()};
   }
 };
 
 Tensor varlen_attention_autograd(const Tensor& q, const Tensor& k, const Tensor& v,
                                  const Tensor& cu_seqlens, double scale, int64_t window,
                                  double softcap, const std::optional<Tensor>& sinks,
-                                 const std::optional<Tensor>& prefixes) {
+                                 const std::optional<Tensor>& prefixes,
+                                 const std::optional<Tensor>& asked) {
   const bool learned = q.requires_grad() || k.requires_grad() || v.requires_grad() ||
                        (sinks && sinks->requires_grad());
   if (at::GradMode::is_enabled() && learned) {
-    return VarlenAttention::apply(q, k, v, cu_seqlens, scale, window, softcap, sinks, prefixes);
+    return VarlenAttention::apply(q, k, v, cu_seqlens, scale, window, softcap, sinks, prefixes,
+                                  asked);
   }
   at::AutoDispatchBelowADInplaceOrView below;
-  return varlen_attention(q, k, v, cu_seqlens, scale, window, softcap, sinks, prefixes);
+  return varlen_attention(q, k, v, cu_seqlens, scale, window, softcap, sinks, prefixes, asked);
 }
 
 // Memory for keys and values like these.
@@ -291,7 +318,7 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
       "-> Tensor");
   m.def(
       "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float scale, int window, "
-      "float softcap, Tensor? sinks, Tensor? prefixes=None) -> Tensor");
+      "float softcap, Tensor? sinks, Tensor? prefixes=None, Tensor? asked=None) -> Tensor");
   m.def(
       "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_memory, Tensor(b!) v_memory, "
       "Tensor block_tables, Tensor positions, float scale, int window, float softcap, "

@@ -80,7 +80,7 @@ struct Blocks {
 
 // ---- products by several weights ----
 
-// Contiguous weights (N_i, K) over one input.
+// Contiguous weights (N_i, K) over one input; some may have no rows.
 template <class T>
 class Weights {
  public:
@@ -108,6 +108,7 @@ class Weights {
     float* const store = held_.template mutable_data_ptr<float>();
     for (const Tensor& weight : all) {
       const int64_t count = weight.size(0);
+      if (!count) continue;
       make_ready(as_it_lies<T>(weight), count, K, store + floats);
       if (!parts_.empty() && parts_.back().count % ready_columns<T>() == 0) {
         parts_.back().count += count;
@@ -124,6 +125,7 @@ class Weights {
     float* const store = held_.template mutable_data_ptr<float>();
     for (const Tensor& weight : all) {
       const int64_t count = weight.size(0);
+      if (!count) continue;
       make_ready(across<T>(weight), K, count, store + floats);
       parts_.push_back({store + floats, column, count});
       column += count;
@@ -140,6 +142,7 @@ class Weights {
     if (!parts_.empty()) return;
     int64_t column = 0;
     for (const Tensor& weight : all) {
+      if (!weight.size(0)) continue;
       multiply(x, x_stride, M, as_it_lies<T>(weight), weight.size(0), K, y + column, y_stride,
                epilogue.at(0, column));
       column += weight.size(0);
@@ -154,6 +157,7 @@ class Weights {
     if (!parts_.empty()) return;
     int64_t column = 0;
     for (const Tensor& weight : all) {
+      if (!weight.size(0)) continue;
       multiply(given + column, stride, M, across<T>(weight), K, weight.size(0), y, K,
                Epilogue<T>{nullptr, column ? y : nullptr, K});
       column += weight.size(0);
@@ -713,10 +717,10 @@ Before before_of(const Tensor& x, int64_t M, const Tensor& norm, double eps, boo
   check_weights("before_attention", x, norm, weights);
   TORCH_CHECK(
       weights.size() == 3 && weights[0].size(0) % D == 0 && weights[1].size(0) % D == 0 &&
-          weights[1].size(0) == weights[2].size(0),
+          weights[1].size(0) == weights[2].size(0) && weights[0].size(0) + weights[1].size(0) > 0,
       "before_attention must be given three weights of whole heads, as many for keys as for "
       "values, of ",
-      D, " columns each.");
+      D, " columns each; those of queries or those of keys and values may have none.");
   TORCH_CHECK(cos.dim() == 2 && cos.sizes() == sin.sizes() && cos.size(0) == M &&
                   cos.size(1) <= D && cos.size(1) % 2 == 0 &&
                   cos.scalar_type() == x.scalar_type() && sin.scalar_type() == x.scalar_type(),

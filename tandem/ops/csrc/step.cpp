@@ -247,7 +247,8 @@ class LlamaDecoder : public torch::CustomClassHolder {
                                         const Tensor&, const Tensor&)>("tandem::store_kv");
       static const auto attention =
           op<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, double, int64_t,
-                    double, const std::optional<Tensor>&, const std::optional<Tensor>&)>(
+                    double, const std::optional<Tensor>&, const std::optional<Tensor>&,
+                    const std::optional<Tensor>&)>(
               "tandem::varlen_attention");
       static const auto continued =
           op<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
@@ -258,7 +259,7 @@ class LlamaDecoder : public torch::CustomClassHolder {
         return continued.call(queries(qkv), keys_[layer], values_[layer], *all_tables, *starts,
                               cu_seqlens, scale_, windows_[layer], 0.0, std::nullopt);
       return attention.call(queries(qkv), keys(qkv), values(qkv), cu_seqlens, scale_,
-                            windows_[layer], 0.0, std::nullopt, std::nullopt);
+                            windows_[layer], 0.0, std::nullopt, std::nullopt, std::nullopt);
     });
   }
 
