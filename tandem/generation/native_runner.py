@@ -23,6 +23,7 @@ from tandem.models.computed import is_computed
 from tandem.models.laid_out import LaidOutWeight
 from tandem.models.lora import LoraLinear
 from tandem.models.quantized import PackedWeight
+from tandem.models.rope import STEADY_KINDS
 from tandem.models.stored import StoredWeight
 from tandem.models.token_layers import TokenEmbedding, TokenHead
 from tandem.models.twin import twin_of
@@ -45,7 +46,6 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "c
 """Model types that generate from packed weights on a CPU, and how their classes are called."""
 _LAYER_CLASSES = {"input_layernorm": TwinRMSNorm, "post_attention_layernorm": TwinRMSNorm,
                   "self_attn": TwinRotaryAttention, "mlp": TwinGatedMLP}  # fmt: skip
-_STEADY_ROPE = ("default", "linear", "llama3", "yarn")
 _STEPS_AT_ONCE = 16
 _PRODUCTS_AT_ONCE = 8 * 10**9  # a tenth of a second or two on a core with AVX-512
 
@@ -155,7 +155,7 @@ def _is_known(twin: Any) -> bool:
         and type(base.embed_tokens) in (TwinEmbedding, TwinTokenEmbedding)
         and _is_norm(base.norm)
         and type(twin.lm_head) in (TwinLinear, TwinFrozenLinear, TwinTokenHead)
-        and getattr(base.rotary_emb, "rope_type", "default") in _STEADY_ROPE
+        and getattr(base.rotary_emb, "rope_type", "default") in STEADY_KINDS
     )
 
 

@@ -1,12 +1,15 @@
-"""Rotary embeddings that depend on a sequence's length, for packed sequences.
+"""Rotary embeddings for packed sequences.
 
-Hugging Face's modules look at the longest sequence of a forward: longrope (arXiv:2402.13753) takes
-other frequencies for every token of a sequence that is longer than the model was first trained on,
-and dynamic NTK scaling changes them past the model's positions.
+Where they depend on a token's position alone, a CPU computes them once for every position and not
+for every token. Others depend on a sequence's length: Hugging Face's modules look at the longest
+sequence of a forward. Longrope (arXiv:2402.13753) takes other frequencies for every token of a
+sequence that is longer than the model was first trained on, and dynamic NTK scaling changes them
+past the model's positions.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.errors import ShapeError
-from tandem.ops.attention_context import AttentionMetadata, Decode, Recording, current_step
+from tandem.ops.attention_context import (
+    AttentionMetadata,
+    Decode,
+    Recording,
+    current_step,
+    longest_packed,
+)
+
+STEADY_KINDS = ("default", "linear", "llama3", "yarn")
+"""Rope types by which a token's cosine and sine depend on its position alone."""
 
 
 def turning_point(module: nn.Module) -> int | None:
@@ -47,7 +59,30 @@ def packed_rope(module: Any, kind: type[nn.Module]) -> tuple[type[nn.Module], di
         return _TwoRopes, {"_own": kind, "_border": border}
     if any("dynamic" in name for name in _kinds(module)):
         return _ShortRope, {"_own": kind, "_limit": int(module.config.max_position_embeddings)}
-    return kind, {}
+    kinds = _kinds(module)
+    is_steady = bool(kinds) and all(name in STEADY_KINDS for name in kinds)
+    own: Any = kind
+    is_read = own.__module__.startswith("transformers.models.")
+    return (_by_position(own) if is_steady and is_read else kind), {}
+
+
+@cache
+def _by_position(kind: Any) -> type[nn.Module]:
+    """A rotary module's class that goes by the name of its own: cosine and sine of every position
+    up to the longest sequence's end, of which each token takes its own."""
+
+    def forward(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **keywords: Any) -> Any:
+        count = longest_packed()
+        is_row = position_ids.dim() == 2 and len(position_ids) == 1
+        if x.is_cpu and is_row and 0 < count < position_ids.shape[1]:
+            places = torch.arange(count, device=x.device)[None]
+            table = kind.forward(self, x, places, *args, **keywords)
+            if isinstance(table, tuple) and all(part.shape[:2] == places.shape for part in table):
+                return tuple(part.index_select(1, position_ids[0]) for part in table)
+        return kind.forward(self, x, position_ids, *args, **keywords)
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {"forward": forward, **names})
 
 
 class _TwoRopes(nn.Module):

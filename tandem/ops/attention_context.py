@@ -353,3 +353,10 @@ def wanted_tokens() -> Wanted | None:
     """What the forward around this call is asked for; None: every token's state."""
     step = current_step()
     return step.wanted if isinstance(step, Packed) else None
+
+
+def longest_packed() -> int:
+    """Tokens of the longest of the sequences that the forward around this call packs side by side;
+    0 if it does something else, or there is none."""
+    step: AttentionMetadata | None = getattr(_local, "step", None)
+    return step.max_length if isinstance(step, Packed) else 0

@@ -1,4 +1,4 @@
-"""Ropes that follow a sequence's length: each of the packed sequences by its own."""
+"""Ropes of packed sequences: once for every position, or by the length of each sequence."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.errors import ShapeError
 from tandem.models.packed import computed_tokens, hidden_states
+from tandem.models.rope import STEADY_KINDS
 from tandem.models.selfcheck import check_twin
-from tandem.models.twin import decodes, rope_border, supports_packing, why_unpacked
+from tandem.models.twin import decodes, rope_border, supports_packing, twin_of, why_unpacked
+from tandem.ops.attention_context import Packed, attending
 
 from .families import ragged_batch, scaled, tiny_model
 
@@ -24,6 +27,47 @@ LONG = {
     "original_max_position_embeddings": BORDER,
 }
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+
+
+STEADY: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 3.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", STEADY_KINDS)
+def test_positions_that_tokens_share_are_computed_once_with_the_same_bits(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = {"rope_type": kind, "rope_theta": 1e4, **STEADY[kind]}
+    model = tiny_model("llama", rope_parameters=parameters).to(dtype).eval()
+    rope, own = model.base_model.rotary_emb, twin_of(model).base_model.rotary_emb
+    x, lengths = torch.zeros(1, 1, 8, dtype=dtype), (9, 40, 3, 21)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    computed: list[int] = []
+    forward = type(rope).forward
+
+    def counted(self: Any, x: Tensor, position_ids: Tensor) -> Any:
+        computed.append(position_ids.shape[1])
+        return forward(self, x, position_ids)
+
+    monkeypatch.setattr(type(rope), "forward", counted)
+    with attending(Packed.of_lengths(lengths, positions.device)):
+        found = own(x, positions)
+        alone = own(x, positions[:, :9])
+    expected = rope(x, positions)
+    assert all(map(torch.equal, found, expected))
+    assert all(torch.equal(one, other[:, :9]) for one, other in zip(alone, expected, strict=True))
+    assert computed == [40, 9, 73]
 
 
 def longrope(**changes: Any) -> PreTrainedModel:
