@@ -93,8 +93,8 @@ class Evaluating:
             rows = self._few(found.labelled)
             mismatched = replace(rows, tokens=rows.cost)  # for the baseline: no prompt is shared
             works = self._reading(policy, rows) + self._reading(policy, mismatched)
-            works += self._reading(compared, mismatched) * has_reference(config, stage)
-            once, reads = self._forward(compared, rows), _said(rows, "answer")
+            once = self._forward(compared, rows) + self._forward(compared, mismatched)
+            reads = _said(rows, "answer")
         else:
             rows = self._few(found.pairs, _PAIR)
             works, reads = self._reading(policy, rows), _said(rows, "pair", _PAIR)

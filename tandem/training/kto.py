@@ -174,12 +174,13 @@ def _evaluation(
     """Held-out loss, and how far the implicit reward tells good answers from bad ones, over all and
     per data set; the baseline is that of all."""
     measure = policy.heldout([row.answer for row in rows])
+    measure_mismatched = policy.heldout(mismatched(rows))
     labels = torch.tensor([row.is_desirable for row in rows], dtype=torch.bool)
 
     def evaluate() -> dict[str, float]:
         if not rows:
             return {}
-        answers, baseline = measure(), measure_baseline(policy, rows)
+        answers, baseline = measure(), kto_baseline(measure_mismatched().log_ratio)
 
         def measured(some: Tensor) -> dict[str, float]:
             return label_metrics(answers.select(some), labels[some], baseline, settings)
