@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tandem.config.lora import LoraConfig, TrainedRole
+from tandem.config.moving_reference import ReferenceConfig
 from tandem.config.optimizer import OptimizerConfig
 from tandem.config.parallel import ParallelConfig, Recompute
 from tandem.config.schema import RunConfig, SamplingConfig, rl_section
@@ -28,6 +29,7 @@ class EngineSettings:
     ema_decay: of the actor's moving average; 0 keeps none.
     further_rewards: `scoring.reward_models`, read.
     chat_template: `dataset.own_template`.
+    moving: `reference`, how the reference follows the policy.
     """
 
     seed: int
@@ -52,6 +54,7 @@ class EngineSettings:
     further_rewards: tuple[WeightedModel, ...] = ()
     recompute: Recompute = "layers"
     chat_template: str = ""
+    moving: ReferenceConfig = field(default_factory=ReferenceConfig)
 
     @property
     def carries_adapters(self) -> bool:
@@ -108,6 +111,7 @@ def engine_settings(config: RunConfig) -> EngineSettings:
         further_rewards=weighted_models(config.scoring.reward_models),
         recompute=config.recompute,
         chat_template=config.dataset.own_template,
+        moving=config.reference,
     )
 
 

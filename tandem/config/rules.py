@@ -11,6 +11,7 @@ from tandem.config.conversations import conversation_problems
 from tandem.config.critic_free_rules import critic_free_problems
 from tandem.config.dataset import DataConfig
 from tandem.config.lora import adapter_problems, frozen_base_problems
+from tandem.config.moving_reference import moving_reference_problems
 from tandem.config.optimizer import OptimizerConfig, SupervisedConfig
 from tandem.config.parallel import offload_problems
 from tandem.config.preferences import preference_problems
@@ -63,6 +64,12 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
             "critic_model must be empty where no stage trains a critic beside the policy; got "
             f"{config.critic_model}. Remove it"
         )
+    yield from moving_reference_problems(
+        config.reference,
+        lora_rank=config.lora.rank,
+        reference_model=config.reference_model,
+        has_one=any(stage.rewarded and has_reference(config, stage) for stage in named),
+    )
     yield from _data_problems(config)
     if not all(0 <= beta < 1 for o in _optimizers(config) for beta in o.betas):
         yield "betas must be within [0, 1)"

@@ -16,6 +16,7 @@ from tandem.config.grpo import CriticFreeConfig
 from tandem.config.guards import GuardConfig, LogConfig
 from tandem.config.knob import RL, STEPS, UNSET, Unset, at_home, knob, require_sections
 from tandem.config.lora import LoraConfig
+from tandem.config.moving_reference import ReferenceConfig
 from tandem.config.optimizer import OptimizerConfig, SupervisedConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.preferences import DPOConfig, KTOConfig
@@ -377,6 +378,7 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
     kto: KTOConfig = field(default_factory=KTOConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)

@@ -21,18 +21,25 @@ class MovingAverage:
     """
 
     def __init__(
-        self, model: nn.Module, decay: float, masters: Mapping[nn.Parameter, Tensor] | None = None
+        self,
+        model: nn.Module,
+        decay: float,
+        masters: Mapping[nn.Parameter, Tensor] | None = None,
+        *,
+        shadow: Mapping[str, Tensor] | None = None,
     ):
         """Start at the model's present weights.
 
         Args:
             masters: float32 values of rounded weights, updated in place (`Learner.masters`), which
                 are then averaged.
+            shadow: float32 tensors with these values, split as the weights are, to keep the average
+                in; None: new ones.
         """
         self.model = model
         self.decay = decay
         self._masters = masters or {}
-        self.shadow = {
+        self.shadow = dict(shadow or {}) or {
             name: self._exact(parameter).float().clone()
             for name, parameter in self._parameters().items()
             if parameter.requires_grad
@@ -43,7 +50,10 @@ class MovingAverage:
         """Average in the present weights; each rank its own pieces, without communication."""
         parameters = self._parameters()
         shadows = [local(average) for average in self.shadow.values()]
-        weights = [local(self._exact(parameters[name])).float() for name in self.shadow]
+        weights = [
+            local(self._exact(parameters[name])).to(average.device, torch.float32)
+            for name, average in zip(self.shadow, shadows, strict=True)
+        ]
         torch._foreach_lerp_(shadows, weights, 1 - self.decay)
 
     @contextmanager

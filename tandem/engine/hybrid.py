@@ -1,8 +1,8 @@
 """The hybrid engine: the roles of RLHF on one set of weights that trains and generates.
 
 actor         the policy that is trained; it also generates
-reference     the policy as it started (with LoRA the actor with its adapters off, else a copy), or
-              another model
+reference     the policy as it started (with LoRA the actor with its adapters off, else a copy),
+              which may follow the actor (moving_reference), or another model
 critic        values of states, in the units of normalized scores
 reward_model  one score per answer
 
@@ -28,12 +28,14 @@ from tandem.data.render import Renderer
 from tandem.data.trained_tokens import tokens_to_train
 from tandem.devices import resolve_device
 from tandem.engine.checks import check_policy, check_same_start
+from tandem.engine.critic_start import critic_start
 from tandem.engine.ema import moving_average
 from tandem.engine.forward import response_logprobs, scored, token_values
 from tandem.engine.learner import Learner
 from tandem.engine.module_scorer import any_scorer
+from tandem.engine.moving_reference import moving_reference
 from tandem.engine.placement import Base, Model, Placement
-from tandem.engine.reference import another, place_reference, start_of_reference
+from tandem.engine.reference import place_reference, start_of_reference
 from tandem.engine.rollouts import for_readers, generating, rollout_of
 from tandem.engine.scoring import scorer_tokenizer
 from tandem.errors import ConfigError, ModelError
@@ -127,9 +129,9 @@ class RLHFEngine:
             reward_tokenizer = self._tokenizer_of(reward_model, "reward_tokenizer")
         # Copies are made before their original gets adapters or is split.
         tokens_of_reference = None if reference is None else self.tokenizer
-        reference = start_of_reference(actor, reference, settings) if has_reference else None
+        reference = start_of_reference(actor, reference, settings, needed=has_reference)
         if has_critic and critic is None:
-            critic = self._critic_start(actor, reward_model, reward_tokenizer)
+            critic = critic_start(actor, reward_model, tokenizer, reward_tokenizer)
         self.has_reference = has_reference
         tokens = tokens_to_train(settings.lora, tokenizer)
         self.actor = placement.policy(actor, trained=True, keeps_start=True, tokens=tokens)
@@ -153,6 +155,7 @@ class RLHFEngine:
         self.actor_learner = self._learner("actor", self.actor)
         self.critic_learner = self._learner("critic", self.critic) if self.critic else None
         self.ema = moving_average(self.actor, settings.ema_decay, self.actor_learner.masters)
+        self.moving_reference = moving_reference(settings, self.actor_learner, self.reference)
 
     @property
     def stops(self) -> Stops:
@@ -378,23 +381,4 @@ class RLHFEngine:
             dtype=self.dtype,
             scaler=self.scaler,
             spike_sigma=self.settings.spike_sigma,
-        )
-
-    def _critic_start(
-        self,
-        actor: Model,
-        reward_model: Any,
-        reward_tokenizer: PreTrainedTokenizerBase | None,
-    ) -> Model:
-        """What the critic starts from: a name to load again, or a copy of a module."""
-        shares_tokenizer = reward_tokenizer is not None and Renderer(reward_tokenizer).renders_like(
-            Renderer(self.tokenizer)
-        )
-        if isinstance(reward_model, PreTrainedModel | str) and shares_tokenizer:
-            return another(reward_model)
-        if isinstance(actor, str):
-            return actor
-        raise ModelError(
-            "RLHFEngine must get critic= where the actor is a module and no reward model shares "
-            "its tokenizer; got none. Pass a folder or a model with a scalar head."
         )

@@ -122,7 +122,8 @@ class Placement:
             trained: it gets adapters and gradient checkpointing as configured; else it is frozen.
             seed: of new adapters; None: the settings'.
             on_host: frozen weights are kept in host memory; the model then only scores.
-            keeps_start: keep a copy of adapters that are trained on, for `adapters_off`.
+            keeps_start: keep a copy of adapters that are trained on, for `adapters_off`; where the
+                reference moves, of new ones too.
             tokens: of `lora.train_tokens`, if it is trained.
         Raises:
             ModelError: it cannot be used.
@@ -293,7 +294,7 @@ def prepare_for_training(
     Args:
         role: whose adapters and checkpointing.
         seed: of new adapters; those that the model came with are trained on.
-        keeps_start: keep a copy of these, for `adapters_off`.
+        keeps_start: as of `Placement.policy`.
         tokens: whose rows are trained; adapters that the model came with must have the same.
     Raises:
         ModelError: its adapters are not those that are configured.
@@ -303,10 +304,10 @@ def prepare_for_training(
         is_free = role == "critic" and not settings.carries_adapters  # of the policy's rank
         flag = settings.lora.rank_flag(role)
         _continue_adapters(model, lora, tokens, flag, "--lora.critic-rank" if is_free else flag)
-        if keeps_start:
-            keep_start(model)
     elif lora.rank > 0:
         add_lora(model, lora, seed, tokens)
+    if keeps_start and (was_adapted or settings.moving.update_every):
+        keep_start(model)  # of a model without adapters there is nothing to keep
     if settings.parallel.frozen_weights and lora.rank > 0:
         freeze_quantized(model, settings.parallel.frozen_weights)
         if not was_adapted:

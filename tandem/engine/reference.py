@@ -8,12 +8,27 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandem.config.engine import EngineSettings
 from tandem.engine.placement import Model, Placement
-from tandem.errors import ModelError
+from tandem.errors import ConfigError, ModelError
 from tandem.models.load import check_vocabulary, load_tokenizer
 
 
-def start_of_reference(actor: Model, given: Model | None, settings: EngineSettings) -> Model | None:
-    """What the actor is compared with; None where that is the actor without its adapters."""
+def start_of_reference(
+    actor: Model, given: Model | None, settings: EngineSettings, *, needed: bool
+) -> Model | None:
+    """What the actor is compared with; None where that is nothing, or the actor without its
+    adapters.
+
+    Raises:
+        ConfigError: there is none that could follow the actor, as it should.
+    """
+    if settings.moving.update_every and (given is not None or not needed):
+        raise ConfigError(
+            "RLHFEngine must compare the actor with where it starts if reference.update_every "
+            f"moves the reference; got {'another model' if needed else 'has_reference=False'}. "
+            "Set reference.update_every 0."
+        )
+    if not needed:
+        return None
     return another(actor) if given is None and settings.lora.rank == 0 else given
 
 

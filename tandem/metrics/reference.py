@@ -51,7 +51,7 @@ def markdown() -> str:
     parts = ["\n".join([_INTRO, *families]) + "\n"]
     sections = {
         "Supervised stages and stages on pairs": lambda m: "rl" not in m.families,
-        "RL stages": lambda m: m.families == ("rl",),
+        "RL stages": lambda m: "rl" in m.families and len(m.families) < len(FAMILIES),
         "All stages": lambda m: len(m.families) == len(FAMILIES),
     }
     for title, belongs in sections.items():

@@ -169,6 +169,10 @@ METRICS: tuple[Metric, ...] = (
         Metric("old_logprobs_sampled", "share", _RL, "",
             "1 if the sampler's log-probs were used as old_logprobs, 0 if they were recomputed."),
     ),
+    Metric("reference_updates", "moves", ("pairs", "rl"), "",
+        "How often the reference has moved in this step, each time after an optimizer step "
+        "(reference.update_every); what is compared afterwards is compared with the new one.",
+        "one every reference.update_every optimizer steps", source="arXiv:2404.09656"),
     *grouped("answers",
         Metric("rank_wait", "share", _RL, "lower",
             "Share of the ranks' rollout time spent waiting for the slowest rank.",

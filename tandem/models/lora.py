@@ -30,6 +30,7 @@ from tandem.models.token_layers import (
     start_token_rows,
     token_rows,
 )
+from tandem.models.token_rows import TokenRows
 
 ALL_LINEAR = "all-linear"
 SCALAR_HEAD = "score"
@@ -209,7 +210,8 @@ def train_adapters(model: PreTrainedModel) -> None:
 def keep_start(model: PreTrainedModel) -> None:
     """Keep a frozen copy of the adapters, which is used while they are off; in place.
 
-    For adapters that are trained further: the reference is the policy at the start, not the base.
+    For adapters that are trained further, where the reference is the policy at the start and not
+    the base, and for a reference that moves.
     """
     for _, layer in lora_layers(model):
         layer.start_a, layer.start_b = (
@@ -217,6 +219,18 @@ def keep_start(model: PreTrainedModel) -> None:
         )
     for rows in token_rows(model):
         rows.keep_start()
+
+
+def kept_start(model: nn.Module) -> dict[str, Tensor]:
+    """The copies of `keep_start`, by the names of the parameters that they are of."""
+    kept: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer) and module.start_a is not None and module.start_b:
+            kept[f"{name}.lora_A.weight"] = module.start_a.weight
+            kept[f"{name}.lora_B.weight"] = module.start_b.weight
+        elif isinstance(module, TokenRows) and module.start is not None:
+            kept[f"{name}.weight"] = module.start
+    return kept
 
 
 def match_targets(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:

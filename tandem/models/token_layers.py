@@ -143,7 +143,8 @@ def start_token_rows(
     whole: Callable[[Tensor], Tensor] = Tensor.detach,
     put: Callable[[Tensor, Tensor], object] = Tensor.copy_,
 ) -> None:
-    """Copy the frozen matrices' rows into the trained ones: outputs are those of the base.
+    """Copy the frozen matrices' rows into the trained ones, and into their kept start if there is
+    one: outputs are those of the base.
 
     Args:
         whole: makes a weight that may be sharded whole. put: copies a whole tensor into such a one.
@@ -152,7 +153,9 @@ def start_token_rows(
         rows = layer.lora_tokens
         if not rows.weight.is_meta:
             start = whole(layer.plain_weight())[rows.token_ids]
-            put(rows.weight, start.to(rows.weight.dtype))
+            for own in (rows.weight, rows.start):
+                if own is not None:
+                    put(own, start.to(own.dtype))
 
 
 def _require_plain(model: PreTrainedModel, name: str, layer: Any, ids: Sequence[int]) -> None:

@@ -1,8 +1,9 @@
 """Preference optimization on pairs, in place of reward model and PPO.
 
 DPO and its relatives by name (`dpo.loss`). The reference, where the loss needs one, is the policy
-as it starts: with LoRA the model with its adapters off, else a frozen copy. Log-probs are summed
-over the answer, its EOS included; ipo, simpo and orpo divide them by its tokens.
+as it starts, with LoRA the model with its adapters off, else a frozen copy; it may follow the
+policy (`reference.update_every`). Log-probs are summed over the answer, its EOS included; ipo,
+simpo and orpo divide them by its tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     objective = objective_of_pairs(loss, scoring_passes=int(settings.needs_reference))
     evaluate = _evaluation(policy, rows.heldout_dpo_pairs, settings, given)
     trainer = SupervisedTrainer(
-        run, "dpo", policy.model, settings, rows.dpo_pairs, objective, evaluate
+        run, "dpo", policy.model, settings, rows.dpo_pairs, objective, evaluate, policy.moving
     )
     return trainer.policy_job(rows)
 

@@ -78,7 +78,7 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     )
     evaluate = _evaluation(policy, rows.heldout_labelled, settings)
     trainer = SupervisedTrainer(
-        run, "kto", policy.model, settings, rows.labelled, objective, evaluate
+        run, "kto", policy.model, settings, rows.labelled, objective, evaluate, policy.moving
     )
     return trainer.policy_job(rows)
 

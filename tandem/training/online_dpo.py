@@ -23,14 +23,13 @@ from tandem.data.loader import BatchOrder
 from tandem.engine.forward import Rows
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.oom import MicroBatchBudget
+from tandem.engine.state import engine_state, follow_actor, restore_engine
 from tandem.engine.update import (
     LossTerm,
     MicroBatchLoss,
     Update,
     rehearse,
-    restore_training,
     training_mode,
-    training_state,
 )
 from tandem.errors import BadStepError, DataError
 from tandem.generation.sampler import sequence_key
@@ -195,9 +194,8 @@ class OnlineDPO:
                 for name, value in update.scaling.items():
                     log.latest(name, value)
                 if update.grad_norms:
-                    log.count("updates")
-                    if engine.ema is not None:
-                        engine.ema.update()
+                    for name, number in {"updates": 1, **follow_actor(engine)}.items():
+                        log.count(name, number)
                 count_rows(phase, part.batch)
                 phase.flops += update_flops(engine, part.batch, actor=True)
         return log.means()
@@ -257,17 +255,12 @@ class OnlineDPO:
             rehearse(self._budget, engine.actor_learner, loss)
 
     def state(self) -> tuple[dict[str, Mapping[str, Any]], dict[str, Any]]:
-        """Actor and average; no numbers."""
-        tensors = training_state(self.engine.learners)
-        if self.engine.ema is not None:
-            tensors["ema"] = self.engine.ema.state_tensors()
-        return tensors, {}
+        """The engine's; no numbers."""
+        return engine_state(self.engine), {}
 
     def restore(self, state: SavedState) -> None:
         """Continue from a checkpoint."""
-        restore_training(state, self.engine.learners)
-        if self.engine.ema is not None:
-            self.engine.ema.load_state_tensors(state.tensors["ema"])
+        restore_engine(state, self.engine)
 
 
 def best_and_worst(experience: Experience, num_prompts: int) -> tuple[Tensor, dict[str, float]]:

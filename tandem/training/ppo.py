@@ -24,7 +24,7 @@ from tandem.config.stages import rl_stage, stage_of
 from tandem.config.updates import num_rollouts
 from tandem.data.loader import BatchOrder, permutation
 from tandem.engine.hybrid import RLHFEngine
-from tandem.engine.update import restore_training, training_state
+from tandem.engine.state import engine_state, restore_engine
 from tandem.errors import ConfigError, DataError
 from tandem.generation.limits import max_positions
 from tandem.generation.sampler import sequence_key
@@ -150,7 +150,7 @@ class PPOStage:
         self.trainer.rehearse(self._rows.prompts)
 
     def state(self) -> tuple[dict[str, Mapping[str, Any]], dict[str, Any]]:
-        """Actor, critic, average; the KL coefficient."""
+        """The engine's; the KL coefficient."""
         return state_of(self.trainer)
 
     def restore(self, state: SavedState) -> None:
@@ -159,18 +159,13 @@ class PPOStage:
 
 
 def state_of(trainer: PPOTrainer) -> tuple[dict[str, Mapping[str, Any]], dict[str, Any]]:
-    """All of a trainer's state: actor, critic, average; the KL coefficient."""
-    tensors = training_state(trainer.engine.learners)
-    if trainer.engine.ema is not None:
-        tensors["ema"] = trainer.engine.ema.state_tensors()
-    return tensors, {"kl_coef": trainer.kl_coef}
+    """All of a trainer's state: the engine's; the KL coefficient."""
+    return engine_state(trainer.engine), {"kl_coef": trainer.kl_coef}
 
 
 def restore_trainer(trainer: PPOTrainer, state: SavedState) -> None:
     """Bring a trainer to the state of a checkpoint."""
-    restore_training(state, trainer.engine.learners)
-    if trainer.engine.ema is not None:
-        trainer.engine.ema.load_state_tensors(state.tensors["ema"])
+    restore_engine(state, trainer.engine)
     trainer.kl_coef = float(state.numbers["kl_coef"])
 
 

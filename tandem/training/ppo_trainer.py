@@ -22,6 +22,7 @@ from tandem.engine.forward import Rows
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.learner import Learner
 from tandem.engine.oom import MicroBatchBudget
+from tandem.engine.state import follow_actor
 from tandem.engine.update import BegunUpdate, LossTerm, MicroBatchLoss, Update, training_mode
 from tandem.errors import BadStepError, ConfigError
 from tandem.generation.limits import max_positions
@@ -368,15 +369,14 @@ class PPOTrainer:
         log.add("critic_learning_rate", learning_rate)
 
     def _note_steps(self, update: Update, log: Means) -> None:
-        """Log the steps that were taken; the average follows the actor's."""
+        """Log the steps that were taken; average and reference follow the actor's."""
         for name, norm in update.grad_norms.items():
             log.add(f"{name}_grad_norm", norm)
         for name, value in update.scaling.items():
             log.latest(name, value)
         if "actor" in update.grad_norms:
-            log.count("updates")
-            if self.engine.ema is not None:
-                self.engine.ema.update()
+            for name, number in {"updates": 1, **follow_actor(self.engine)}.items():
+                log.count(name, number)
 
     @property
     def _has_ptx(self) -> bool:

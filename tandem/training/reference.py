@@ -1,4 +1,4 @@
-"""A policy in training beside its frozen reference, as the losses on preferences compare them."""
+"""A policy in training beside its reference, as the losses on preferences compare them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tandem.config.engine import engine_settings
 from tandem.config.schema import RunConfig
 from tandem.data.render import Renderer
 from tandem.engine.checks import check_same_start
 from tandem.engine.forward import response_logprobs
+from tandem.engine.learner import Learner
+from tandem.engine.moving_reference import MovingReference, moving_reference
 from tandem.engine.placement import onload
 from tandem.engine.reference import place_reference
 from tandem.models.lora import adapters_off
@@ -28,7 +31,8 @@ from tandem.types import TokenBatch, TokenRow
 class ReferencedPolicy:
     """The policy, and the reference that the loss compares it with.
 
-    frozen: a copy of the policy as it started; None if that is the policy with its adapters off.
+    frozen: a copy of the policy as it started, which may follow it; None if that is the policy with
+        its adapters off.
     has_reference: False if the loss needs none; no reference is then loaded or scored.
     """
 
@@ -60,8 +64,16 @@ class ReferencedPolicy:
             with adapters_off(self.model):
                 return response_logprobs(self.model, batch)[0].sum(dim=1)
 
+    def moving(self, learner: Learner) -> MovingReference | None:
+        """The reference as it follows the policy of this learner; None where it stays."""
+        if not self.has_reference:
+            return None
+        return moving_reference(engine_settings(self.config), learner, self.frozen)
+
     def heldout(self, rows: Sequence[TokenRow]) -> Callable[[], AnswerLogprobs]:
-        """A function that scores rows, on the CPU. The reference scores them only once, here."""
+        """A function that scores rows, on the CPU. The reference scores them only once, here:
+        evaluations of a stage compare with the policy as it began, also where the reference moves.
+        """
         renderer, config = self.renderer, self.config
         reference = None
         if self.frozen is not None:

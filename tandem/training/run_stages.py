@@ -17,7 +17,6 @@ from tandem.checkpoint.beside import verify_beside
 from tandem.checkpoint.folder import MANIFEST
 from tandem.checkpoint.sharing import described, find_folders
 from tandem.config.load import check_config
-from tandem.config.rules import has_reference
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.scoring import weighted_models
 from tandem.config.stages import (
@@ -53,7 +52,7 @@ from tandem.training.checks.agreement import require_one_configuration
 from tandem.training.checks.conversation_trial import check_environment
 from tandem.training.checks.disk_room import require_room
 from tandem.training.checks.left_out import left_out_lines
-from tandem.training.checks.model_checks import check_models, check_trained
+from tandem.training.checks.model_checks import check_models, check_trained, notes_on_starts
 from tandem.training.checks.planned_steps import planned_steps
 from tandem.training.checks.policy_trial import check_pair_losses, check_policy_functions
 from tandem.training.checks.preflight import (
@@ -275,11 +274,8 @@ def _run_stages(run: Run, rows: StepRows, unfinished: Sequence[str]) -> None:
             require_room(run, stage, forecast.prediction)
             with forecast.loading():
                 job = prepared(stage, run, rows)
-            if config.reference_model and has_reference(config, stage_of(stage)):
-                print_line(f"{stage}: the reference is {config.reference_model}")
-            if config.critic_model and stage_of(stage).has_critic:
-                print_line(f"{stage}: the critic starts from {config.critic_model}")
-            for line in planned_steps(stage_of(stage), job.order, rows):
+            lines = [*notes_on_starts(config, stage_of(stage))]
+            for line in (*lines, *planned_steps(stage_of(stage), job.order, rows)):
                 print_line(line)
             run_stage(run, stage, job)
         forecast.compare(job.trainer.phases)

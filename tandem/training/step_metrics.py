@@ -48,9 +48,9 @@ class Means:
         """One of which only the last value matters."""
         self._largest[name] = value
 
-    def count(self, name: str) -> None:
-        """One more of it."""
-        self._counts[name] += 1
+    def count(self, name: str, number: float = 1) -> None:
+        """So many more of it."""
+        self._counts[name] += number
 
     def means(self) -> dict[str, float]:
         """All of them, by name."""

@@ -22,6 +22,7 @@ from tandem.data.loader import BatchOrder
 from tandem.data.trained_tokens import tokens_to_train
 from tandem.engine.checks import check_policy
 from tandem.engine.learner import Learner
+from tandem.engine.moving_reference import MovingReference
 from tandem.engine.oom import MicroBatchBudget
 from tandem.engine.update import (
     LossTerm,
@@ -114,12 +115,14 @@ class SupervisedTrainer(Generic[Row]):
         rows: Sequence[Row],
         objective: Objective[Row],
         evaluate: Callable[[], dict[str, float]],
+        moving: Callable[[Learner], MovingReference | None] | None = None,
     ) -> None:
         """
         Args:
             rows: all that the stage trains on.
             objective: what is learned from a row.
             evaluate: held-out metrics of the model as it is.
+            moving: makes the reference that follows the model, if one does.
         Raises:
             DataError: there is nothing to train on.
         """
@@ -155,6 +158,7 @@ class SupervisedTrainer(Generic[Row]):
             scaler=LossScaler() if dtype == torch.float16 else None,
             spike_sigma=config.guards.spike_sigma,
         )
+        self._reference = None if moving is None else moving(self.learner)
 
     def job(
         self,
@@ -200,11 +204,15 @@ class SupervisedTrainer(Generic[Row]):
             with training_mode(model), Update(self._budget) as update:
                 (means,) = update.learn(self.learner, [term])
         norms = list(update.grad_norms.values())  # none if an fp16 step overflowed
+        followed = {}
+        if self._reference is not None:
+            followed["reference_updates"] = float(bool(norms) and self._reference.follow())
         return {
             **objective.metrics(means),
             **of_step,
             **({"grad_norm": norms[0]} if norms else {}),
             **update.scaling,
+            **followed,
             "learning_rate": learning_rate,
             "tokens": float(sum(lengths)),
         }
@@ -224,8 +232,13 @@ class SupervisedTrainer(Generic[Row]):
 
     def state(self) -> tuple[dict[str, Mapping[str, Any]], dict[str, Any]]:
         """The content of a checkpoint: tensors by part; no numbers."""
-        return training_state({"model": self.learner}), {}
+        tensors = training_state({"model": self.learner})
+        if self._reference is not None:
+            tensors["reference"] = self._reference.state_tensors()
+        return tensors, {}
 
     def restore(self, state: SavedState) -> None:
         """Continue from a checkpoint."""
         restore_training(state, {"model": self.learner})
+        if self._reference is not None:
+            self._reference.load_state_tensors(state.tensors["reference"])

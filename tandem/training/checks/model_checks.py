@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from tandem.config.engine import engine_settings
 from tandem.config.rules import has_reference
-from tandem.config.schema import rl_section
+from tandem.config.schema import RunConfig, rl_section
 from tandem.config.scoring import weighted_models
-from tandem.config.stages import in_order, leaving, of_family
+from tandem.config.stages import Stage, in_order, leaving, of_family
 from tandem.data.trained_tokens import tokens_to_train
 from tandem.engine.dry_placement import check_start
 from tandem.models.load import check_causal_lm, outline
@@ -44,6 +44,23 @@ def check_models(run: Run, stages: Sequence[str], policy: str, reward: str) -> N
             check_scalar_model(role.source, needs_head=role.needs_head, trust_remote_code=remote)
         else:
             check_causal_lm(role.source, trust_remote_code=remote)
+
+
+def notes_on_starts(config: RunConfig, stage: Stage) -> Iterator[str]:
+    """What reference and critic of a stage are, where that is not what they are by default."""
+    moving = config.reference
+    if has_reference(config, stage) and config.reference_model:
+        yield f"{stage.name}: the reference is {config.reference_model}"
+    elif has_reference(config, stage) and moving.update_every:
+        moves = "becomes the policy"
+        if moving.update_rate < 1:
+            moves = f"moves {moving.update_rate:g} of the way to the policy"
+        steps = "each optimizer step"
+        if moving.update_every > 1:
+            steps = f"every {moving.update_every} optimizer steps"
+        yield f"{stage.name}: the reference {moves} after {steps}"
+    if config.critic_model and stage.has_critic:
+        yield f"{stage.name}: the critic starts from {config.critic_model}"
 
 
 def _roles(run: Run, stages: Sequence[str], policy: str, reward: str) -> Iterator[_Role]:
