@@ -17,7 +17,7 @@ and routing in mixtures of experts. `bench/memory.py` compares this with measure
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tandem.config.dataset import CONTROL
@@ -55,6 +55,7 @@ class Layout:
     frozen: type of frozen linear weights. shares_base: the frozen base is another model's, which
     counts it. offload_params: weights are in host memory; trained ones are split as at stage 3.
     moving_average: of what is trained, in float32. on_cpu: the host is the device.
+    reference_rate: of a reference that follows it (`reference.update_rate`), 0 if it stays.
     optimizer_states: how AdamW's moments are kept. offload_gradients: they are summed on the host
     if its optimizer is there. recompute: what checkpointing recomputes. offload_share: of the
     optimizer's states that are on the host. lora_drops: adapters have dropout. token_rows: tokens
@@ -72,6 +73,7 @@ class Layout:
     offload_optimizer: bool = False
     offload_params: bool = False
     moving_average: bool = False
+    reference_rate: float = 0.0
     checkpointing: bool = False
     on_cpu: bool = False
     optimizer_states: OptimizerStates = "fp32"
@@ -128,12 +130,13 @@ def layout_of(
     on_cpu: bool,
     half: bool,
     average: bool = False,
+    reference_rate: float = 0.0,
 ) -> Layout:
     """How a trained model of a run is placed.
 
     Args:
         role: with its own ZeRO stage, adapters and checkpointing. on_cpu: the host computes.
-        half: in two bytes. average: it has a moving average.
+        half: in two bytes. average: it has a moving average. reference_rate: as of `Layout`.
     """
     parallel, lora = settings.parallel, settings.lora.of(role)
     tokens = lora.train_tokens if lora.rank else ()
@@ -151,6 +154,7 @@ def layout_of(
         offload_gradients=parallel.offload_gradients,
         on_cpu=on_cpu,
         moving_average=average,
+        reference_rate=reference_rate,
         checkpointing=role in settings.checkpointed,
         recompute=settings.recompute,
         offload_share=parallel.offload_share,
@@ -245,8 +249,25 @@ def role_memory(shape: Shape, layout: Layout) -> Role:
         if layout.moving_average:
             average = {"moving average": FLOAT * trained / pieces}
             (host if is_on_host else device).update(average)
+        beside = reference_bytes(shape, layout)
+        is_there = layout.offload_params if layout.lora_rank else is_on_host
+        (host if is_there else device).update(beside)
     backward = _gradients(shape, layout, trained) if trained else {}
     return Role(device, {} if layout.on_cpu else host, working_bytes(shape, layout), backward)
+
+
+def reference_bytes(shape: Shape, layout: Layout) -> Bytes:
+    """What a reference that follows the model takes beside the frozen model that it is without
+    LoRA: adapters of its own, or the mixture, unless the reference itself can hold it."""
+    trained, pieces = trained_parameters(shape, layout), layout.pieces if layout.is_split else 1
+    if not layout.reference_rate:
+        return {}
+    if layout.lora_rank:
+        return {"reference's adapters": layout.compute_bytes * trained / pieces}
+    is_exact = not layout.half and layout.is_split == replace(layout, is_trained=False).is_split
+    if layout.reference_rate == 1 or is_exact:
+        return {}
+    return {"reference's average": FLOAT * trained / pieces}
 
 
 def _resting(shape: Shape, layout: Layout) -> float:
@@ -283,12 +304,22 @@ def working_bytes(shape: Shape, layout: Layout, *, at_once: bool = False) -> Byt
     return working
 
 
-def checkpoint_bytes(layouts: Iterable[tuple[Shape, Layout]]) -> float:
-    """Of a checkpoint's tensors, on one rank: trained weights, their masters and moments."""
+def checkpoint_bytes(layouts: Iterable[tuple[Shape, Layout]], *, whole: bool = False) -> float:
+    """Of a checkpoint's tensors of trained models, at most, on one rank (`whole`: on all): weights
+    or masters, moments, an average, a reference that follows."""
     return sum(
-        3 * FLOAT * trained_parameters(shape, layout) / (layout.pieces if layout.is_split else 1)
+        _kept_per_weight(layout)
+        * trained_parameters(shape, layout)
+        / (layout.pieces if layout.is_split and not whole else 1)
         for shape, layout in layouts
     )
+
+
+def _kept_per_weight(layout: Layout) -> int:
+    size = FLOAT * (3 + layout.moving_average)
+    if layout.reference_rate:
+        size += layout.compute_bytes if layout.reference_rate == 1 else FLOAT
+    return size
 
 
 def in_flight_bytes(shape: Shape, layout: Layout) -> float:

@@ -212,6 +212,7 @@ def _frozen(layout: Layout, on_host: bool) -> Layout:
         lora_rank=adapters,
         token_rows=layout.token_rows if layout.shares_base else 0,
         moving_average=False,
+        reference_rate=0.0,
         offload_optimizer=False,
         offload_params=on_host,
     )

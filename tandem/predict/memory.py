@@ -95,8 +95,7 @@ def stage_memory(
         layout_of, engine_settings(config), ranks, on_cpu=device.on_cpu, half=device.half
     )
     if stage.family == "rl":
-        rl: RLConfig = getattr(config, stage.section)
-        policy = layout("actor", average=rl.ema)
+        policy = layout("actor", **following(config, stage))
         value = layout("critic")
         of_step = partial(
             ppo_memory, models.policy, models.critic, policy, value,
@@ -113,7 +112,7 @@ def stage_memory(
     else:
         scalar = stage.leaves == "reward model"
         shape = models.value if scalar else models.policy
-        placed = layout(stage.trains[0])
+        placed = layout(stage.trains[0], **following(config, stage))
         of_tokens = partial(
             supervised_memory,
             shape,
@@ -141,6 +140,16 @@ def stage_memory(
         copied = {"copy to write": checkpoint_bytes(layouts)}
         saved = {f"save beside {name}": size | copied for name, size in plan.phases.items()}
     return replace(plan, phases={**rehearsal, **plan.phases, **saved, **ending})
+
+
+def following(config: RunConfig, stage: Stage) -> dict[str, Any]:
+    """What follows the policy that a stage trains, for `layout_of`."""
+    rl, moving = getattr(config, stage.section), config.reference
+    moves = moving.update_every > 0 and has_reference(config, stage)
+    return {
+        "average": isinstance(rl, RLConfig) and rl.ema,
+        "reference_rate": moving.update_rate if moves else 0.0,
+    }
 
 
 def answers_are_scored(config: RunConfig) -> bool:

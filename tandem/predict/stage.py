@@ -12,14 +12,7 @@ from tandem.config.rules import has_reference
 from tandem.config.schema import RLConfig, RunConfig
 from tandem.config.stages import Stage, in_order
 from tandem.memory.dimensions import Shape
-from tandem.memory.model import (
-    FLOAT,
-    Layout,
-    MemoryPlan,
-    checkpoint_bytes,
-    layout_of,
-    trained_parameters,
-)
+from tandem.memory.model import FLOAT, Layout, MemoryPlan, checkpoint_bytes, layout_of
 from tandem.memory.work import logits_rows
 from tandem.predict.constants import constants
 from tandem.predict.evaluation import Comparison, Evaluating, Evaluations
@@ -29,6 +22,7 @@ from tandem.predict.memory import (
     Models,
     by_part,
     decodes_packed,
+    following,
     kept_states,
     saves,
     stage_memory,
@@ -154,7 +148,7 @@ def predict_stage(
     device = Device(on_cpu=hardware.on_cpu, half=half, packs=hardware.packs, memory=hardware.memory)
     memory = stage_memory(config, stage, models, work, device, ranks)
     layout = partial(layout_of, engine_settings(config), ranks, on_cpu=hardware.on_cpu, half=half)
-    policy = layout("actor")
+    policy = layout("actor", **following(config, stage))
     value = layout("critic")
     pace = Pace(machine=hardware, dtype=dtype, threads=hardware.cores)
     packs = decodes_packed(config, models, device)
@@ -333,7 +327,7 @@ def _disk(
     config: RunConfig, trained: list[tuple[Shape, Layout]], models: Models, stage: Stage
 ) -> float:
     """Bytes of the checkpoints that are kept and of the saved models."""
-    states = sum(3 * FLOAT * trained_parameters(*one) for one in trained)
+    states = checkpoint_bytes(trained, whole=True)
     section = getattr(config, stage.section)
     # The next checkpoint is written before the oldest is removed; the best is kept beside them.
     saves = config.save_every or section.keep_best

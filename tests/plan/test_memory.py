@@ -282,6 +282,22 @@ def test_half_precision_rests_in_two_bytes_beside_masters() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("layout", "beside"),
+    [
+        (Layout(half=True, reference_rate=0.5), {"reference's average": 4000}),
+        (Layout(half=True, reference_rate=1.0), {}),
+        (Layout(reference_rate=0.5), {}),  # the reference is the mixture
+        (Layout(ranks=2, stage=1, reference_rate=0.5), {"reference's average": 2000}),
+        (Layout(ranks=2, stage=3, reference_rate=0.5), {}),
+        (Layout(half=True, lora_rank=2, reference_rate=1.0), {"reference's adapters": 240}),
+    ],
+)
+def test_a_reference_that_follows_the_policy(layout: Layout, beside: dict[str, float]) -> None:
+    still = role_memory(SHAPE, replace(layout, reference_rate=0.0))
+    assert role_memory(SHAPE, layout).resting == still.resting | beside
+
+
 def test_a_shared_base_counts_once() -> None:
     layout = Layout(lora_rank=2, shares_base=True)
     work = PPOWork(rows=1, prompt=4, new=4, tokens=8, answered=4)

@@ -16,10 +16,16 @@ from transformers import AutoModelForCausalLM
 
 from tandem import make_engine
 from tandem.cli import main
+from tandem.config.engine import engine_settings
 from tandem.config.load import check_config
 from tandem.config.schema import ParallelConfig, RunConfig
+from tandem.config.stages import stage_of
 from tandem.engine.learner import Learner
+from tandem.engine.state import engine_state
 from tandem.errors import CheckpointError, ConfigError
+from tandem.memory.model import checkpoint_bytes, layout_of, reference_bytes
+from tandem.memory.shape import shape_of
+from tandem.predict.memory import following
 from tandem.training.stage_loop import StepLoop
 from tandem.training.supervised import SupervisedTrainer
 from tandem.types import Experience, TokenRow
@@ -64,6 +70,10 @@ def config_of(
 
 def of_step(folder: Path, name: str) -> dict[int, float]:
     return {r["step"]: r["values"][name] for r in records(folder) if name in r["values"]}
+
+
+def size_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def answer_logprobs(model: Any, rows: Sequence[TokenRow]) -> Tensor:
@@ -259,6 +269,36 @@ def test_a_stopped_run_continues_to_the_same_bits(
     lines = ran_with_stops(config, tmp_path / "stopped", [(stage, 3), (stage, 3)])
     assert f"{stage}: continuing after step 2 (checkpoint verified)" in lines
     assert_equal_runs(tmp_path / "stopped", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("rate", "more", "is_beside"),
+    [
+        (0.3, {}, True),
+        (1.0, {}, False),
+        (0.3, {"grpo__ema": True}, True),
+        (1.0, {"lora__rank": 4}, True),
+        (0.3, {"dtype": "fp32"}, False),
+    ],
+)
+def test_the_forecast_counts_what_a_checkpoint_and_the_reference_hold(
+    tmp_path: Path, tiny_model: str, preferences: str, rate: float, more: dict[str, Any],
+    is_beside: bool,
+) -> None:  # fmt: skip
+    """is_beside: the state is no part of a reference model, but memory of its own."""
+    changes = {"dtype": "bf16", "parallel__offload": ["optimizer"], **more}  # with all its moments
+    config = config_of(tmp_path, tiny_model, preferences, "grpo", 2, rate, **changes)
+    engine = make_engine(config, tiny_model)
+    shape, half = shape_of(engine.actor.config), config.dtype == "bf16"
+    layout = layout_of(
+        engine_settings(config), 1, "actor", on_cpu=True, half=half,
+        **following(config, stage_of("grpo")),
+    )  # fmt: skip
+    parts = engine_state(engine)
+    held = sum(size_of(tensor) for part in parts.values() for tensor in part.values())
+    assert held == pytest.approx(checkpoint_bytes([(shape, layout)]), rel=0.01)
+    own = sum(map(size_of, parts["reference"].values()))
+    assert sum(reference_bytes(shape, layout).values()) == (own if is_beside else 0)
 
 
 def test_other_moves_are_another_run(tmp_path: Path, tiny_model: str, preferences: str) -> None:
