@@ -14,6 +14,9 @@ from types import SimpleNamespace
 # torch must not be imported before.
 if os.environ.get("TANDEM_TEST_GPU") != "on":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# So is this read: threads that wait give their core to the other workers, as `tandem` has them do.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import pytest
 import torch
