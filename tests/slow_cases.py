@@ -252,11 +252,6 @@ KEPT: Mapping[str, tuple[str, ...]] = {
         "llama2_always-*", "sentencepiece_default-*",
     ),
     "models/test_hybrids.py::test_families_of_each_kind_are_exact": ("falcon_h1", "minimax"),
-    # Of many rows, pieces of each kind in one type or the other.
-    "ops/test_variants.py::test_sums_in_several_places_are_those_of_each": (
-        "256-128-*", "70-300-*", "90-24-*", "1-16-*", "600-128-pieces1-dtype1-*",
-        "600-128-pieces2-dtype0-*", "1333-67-pieces0-dtype0-*", "1333-67-pieces4-dtype1-*",
-    ),
     # What is compiled, or simulated, for the sake of the test.
     "ops/test_variants.py::test_without_a_matrix_unit_products_do_not_use_one": (),
     "gpu/test_simulated.py::test_a_run_on_a_gpu_computes_what_it_does_on_a_cpu": (),
