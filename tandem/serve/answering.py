@@ -164,7 +164,7 @@ class Answering:
             generations.append(
                 Generation(
                     self.loaded, prompt.token_ids, sampling, wanted.seed, wanted.n, top,
-                    wanted.stops, wanted.min_tokens, self._decode, deliver, asked,
+                    wanted.stops, wanted.stop_ids, wanted.min_tokens, self._decode, deliver, asked,
                     prompt.constraint,
                 )
             )  # fmt: skip

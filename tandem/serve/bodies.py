@@ -22,6 +22,7 @@ from tandem.serve.greedy import as_drawn
 from tandem.types import Message, Role
 
 MOST_CHOICES = 128
+MOST_STOP_IDS = 1000
 _MOST_STOPS = 16
 EXTRAS = ("reward", "kl", "token_kl", "values", "seed")
 """What a request may ask for in `tandem`."""
@@ -35,7 +36,8 @@ class Wanted:
 
     max_tokens: None: a default; 0 only with echo. n: answers per prompt. top_logprobs: -1: none.
     seed: of the draws. extras: see `EXTRAS`. continues: the answer goes on with the last turn.
-    wish: its form. variables: of the chat template, that are set.
+    stop_ids: tokens that end answers, beside the model's. wish: its form. variables: of the chat
+    template, that are set.
     """
 
     model: str
@@ -44,6 +46,7 @@ class Wanted:
     n: int
     seed: int
     stops: tuple[str, ...]
+    stop_ids: frozenset[int]
     min_tokens: int
     ignore_eos: bool
     top_logprobs: int
@@ -286,6 +289,7 @@ def _wanted(
         n=fields.integer(body, "n", 1, 1, MOST_CHOICES) or 1,
         seed=secrets.randbits(53) if seed is None else seed,
         stops=stops,
+        stop_ids=_stop_ids(body),
         min_tokens=fields.integer(body, "min_tokens", 0, 0, 2**31 - 1) or 0,
         ignore_eos=fields.boolean(body, "ignore_eos"),
         top_logprobs=top_logprobs,
@@ -354,6 +358,15 @@ def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
             "stop",
         )
     return tuple(stop for stop in stops if stop)
+
+
+def _stop_ids(body: Mapping[str, Any]) -> frozenset[int]:
+    value = body.get("stop_token_ids")
+    ids = [] if value is None else value
+    is_ids = isinstance(ids, list) and all(type(i) is int and 0 <= i < 2**31 for i in ids)
+    if not is_ids or len(ids) > MOST_STOP_IDS:
+        raise fields.wrong("stop_token_ids", f"list at most {MOST_STOP_IDS} token ids", value)
+    return frozenset(ids)
 
 
 def _include_usage(body: Mapping[str, Any], stream: bool) -> bool:

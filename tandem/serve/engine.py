@@ -75,7 +75,8 @@ class Asked:
 
 @dataclass(eq=False)
 class Generation:
-    """Answers to one prompt. top_logprobs: -1: none. decode: ids to text. deliver: takes the events
+    """Answers to one prompt. top_logprobs: -1: none. stop_ids: end an answer, beside the model's,
+    behind min_tokens; their text is none of its. decode: ids to text. deliver: takes the events
     of each step, on the engine's thread. asked: None: the answers are not judged. constraint: the
     form that they must have."""
 
@@ -86,6 +87,7 @@ class Generation:
     samples: int
     top_logprobs: int
     stops: tuple[str, ...]
+    stop_ids: frozenset[int]
     min_tokens: int
     decode: Callable[[Sequence[int]], str]
     deliver: Callable[[list[Progress]], None]
@@ -289,12 +291,16 @@ class Engine:
         self, running: _Running, handle: Handle, answer: _Answer, token_ids: Sequence[int]
     ) -> Progress:
         text, finish, taken = "", "", []
+        of, drawn = answer.generation, len(answer.token_ids)
         for token in token_ids:
             taken.append(token)
-            text += answer.text.push(token)
-            if answer.text.ended:
+            is_stop = token in of.stop_ids and drawn + len(taken) > of.min_tokens
+            if not is_stop:
+                text += answer.text.push(token)
+            if is_stop or answer.text.ended:
                 finish = "stop"
                 break
+        stop = None if finish else handle.stop_token  # a step may draw more than the answer has
         if handle.ended and not finish:
             finish = "stop" if handle.finished else "length"
         error = None if handle.error is None else _failure(handle.error)
@@ -303,15 +309,14 @@ class Engine:
                 text += answer.text.flush()
             running.talk.cancel(handle)
             del running.answers[handle]
-        logprobs = tuple(handle.logprobs[answer.num_logprobs :])
-        answer.num_logprobs += len(logprobs)
         answer.token_ids += taken
-        if finish and not error and answer.generation.asked is not None:
-            self._finished.add(_waiting(answer, answer.generation.asked, handle, finish))
+        end = len(answer.token_ids) + (stop is not None)
+        logprobs = tuple(handle.logprobs[answer.num_logprobs : end])
+        answer.num_logprobs += len(logprobs)
+        if finish and not error and of.asked is not None:
+            self._finished.add(_waiting(answer, of.asked, handle, finish, stop))
             finish = ""  # it is told with what the judges found
-        return Progress(
-            answer.sample, text, tuple(taken), logprobs, finish, handle.stop_token, None, error
-        )
+        return Progress(answer.sample, text, tuple(taken), logprobs, finish, stop, None, error)
 
     def _fail_all(
         self, running: _Running, error: Exception, events: dict[Generation, list[Progress]]
@@ -334,9 +339,11 @@ class Engine:
                     running.talk.close()
 
 
-def _waiting(answer: _Answer, asked: Asked, handle: Handle, finish: str) -> Waiting:
-    """An answer that has ended, as the judges take it."""
-    generation, stop = answer.generation, handle.stop_token
+def _waiting(
+    answer: _Answer, asked: Asked, handle: Handle, finish: str, stop: int | None
+) -> Waiting:
+    """An answer that has ended, by the token `stop` if that is not None, as the judges take it."""
+    generation = answer.generation
     drawn = (*answer.token_ids, *(() if stop is None else (stop,)))
     said = asked.begun + answer.text.text
     answered = Answered(

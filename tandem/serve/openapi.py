@@ -295,6 +295,9 @@ def _sampling() -> Json:
     return {
         "n": maybe(whole_number(1, bodies.MOST_CHOICES)),
         "stop": maybe({"anyOf": [stop, {"type": "array", "items": stop, "maxItems": 16}]}),
+        "stop_token_ids": maybe(
+            {"type": "array", "items": whole_number(0, 2**31 - 1), "maxItems": bodies.MOST_STOP_IDS}
+        ),
         "seed": maybe(whole_number(-_SEED_MOST - 1, _SEED_MOST)),
         "temperature": maybe(number(0, 100)),
         "top_p": maybe(number(0, 1)),

@@ -198,8 +198,8 @@ def check_limits(
     Args:
         name: the field that holds the prompts.
     Raises:
-        ApiError: a prompt is empty, or does not leave the room that is asked for; a bias names a
-            token that the model does not have.
+        ApiError: a prompt is empty, or does not leave the room that is asked for; a bias or a stop
+            names a token that the model does not have.
     """
     context, budgets = service.engine.context_of(loaded), []
     default = 16 if name == "prompt" else service.settings.max_new_tokens
@@ -230,10 +230,11 @@ def check_limits(
                 "min_tokens",
             )
         budgets.append(budget)
-    largest = max(wanted.sampling.logit_biases(), default=0)
-    if largest >= loaded.vocabulary:
-        raise ApiError(
-            f"logit_bias must name tokens below the model's {loaded.vocabulary}; got {largest}.",
-            "logit_bias",
-        )
+    named = {"logit_bias": wanted.sampling.logit_biases(), "stop_token_ids": wanted.stop_ids}
+    for field, ids in named.items():
+        if (largest := max(ids, default=0)) >= loaded.vocabulary:
+            raise ApiError(
+                f"{field} must name tokens below the model's {loaded.vocabulary}; got {largest}.",
+                field,
+            )
     return budgets

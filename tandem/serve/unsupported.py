@@ -23,7 +23,7 @@ FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex",
 """Fields by which a form is asked of answers."""
 BOTH = ("format", "guided_whitespace_pattern", "guided_decoding_backend", "use_beam_search",
         "prompt_embeds", "mirostat", "xtc_probability", "dry_multiplier", "bad_words",
-        "allowed_token_ids", "stop_token_ids", "stop_sequences", "stop_regex",
+        "allowed_token_ids", "stop_sequences", "stop_regex",
         "include_stop_str_in_output", "no_stop_trim", "truncate_prompt_tokens", "samplers",
         "logits_processors", "custom_logit_processor", "skip_special_tokens", "prompt_logprobs",
         "n_probs", "top_n_tokens", "return_token_ids", "return_tokens_as_token_ids",
@@ -38,7 +38,8 @@ NEUTRAL: dict[str, tuple[float | bool, ...]] = {
 }  # fmt: skip
 """Fields of other servers that are not supported, and the values with which they change nothing."""
 NEUTRAL_CHAT = {**NEUTRAL, "best_of": (1,)}
-_SAMPLING = ("model", "n", "stop", "seed", "max_tokens", "stream", "stream_options", "temperature",
+_SAMPLING = ("model", "n", "stop", "stop_token_ids", "seed", "max_tokens", "stream",
+             "stream_options", "temperature",
              "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "min_tokens",
              "repetition_penalty", "logit_bias", "ignore_eos", "logprobs", "tandem",
              *FORMS)  # fmt: skip

@@ -128,10 +128,63 @@ def test_several_prompts_and_answers_come_in_order(client: TestClient) -> None:
         assert sum(c["finish_reason"] is not None for c in own) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_token_ids_end_answers(client: TestClient, stream: bool) -> None:
+    """The text ends before the token; what was drawn has it. Within `min_tokens` it ends nothing,
+    and `ignore_eos` is of the model's own."""
+    ids = client.post("/tokenize", json={"prompt": "so", "add_special_tokens": False}).json()
+    other, stop = ids["tokens"][0], ids["tokens"][-1]
+    assert client.post("/detokenize", json={"tokens": [stop]}).json()["prompt"]
+
+    def ended(**more: Any) -> tuple[str, str, int, int]:
+        body = {"prompt": "One", "max_tokens": 5, "seed": 1, "logprobs": 0, "stream": stream,
+                "logit_bias": {str(stop): 100}, **more}  # fmt: skip
+        if not stream:
+            answer = client.post(TEXT, json=body).json()
+            (choice,) = answer["choices"]
+            parts, count = [choice], answer["usage"]["completion_tokens"]
+        else:
+            options = {"stream_options": {"include_usage": True}}
+            chunks = events(client.post(TEXT, json=body | options).text)
+            parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+            count = chunks[-1]["usage"]["completion_tokens"]
+        kept = sum(len(part["logprobs"]["tokens"]) for part in parts if part["logprobs"])
+        return "".join(part["text"] for part in parts), parts[-1]["finish_reason"], count, kept
+
+    text = client.post("/detokenize", json={"tokens": [stop] * 5}).json()["prompt"]
+    whole = (text, "length", 5, 5)
+    assert ended() == ended(stop_token_ids=[]) == ended(stop_token_ids=[other + 1]) == whole
+    assert ended(stop_token_ids=[other + 1, stop]) == ("", "stop", 1, 1)
+    assert ended(stop_token_ids=[stop], ignore_eos=True) == ("", "stop", 1, 1)
+    assert ended(stop=text[: len(text) // 5]) == ("", "stop", 1, 1)
+    shorter = client.post("/detokenize", json={"tokens": [stop] * 3}).json()["prompt"]
+    assert ended(stop_token_ids=[stop], min_tokens=3) == (shorter, "stop", 4, 4)
+    chat = said(client, logit_bias={str(stop): 100}, stop_token_ids=[stop])
+    assert (chat["message"]["content"], chat["finish_reason"]) == ("", "stop")
+
+
+@pytest.mark.parametrize(
+    ("ids", "part"),
+    [
+        (3, "must list at most 1000 token ids; got 3"),
+        ([-1], "must list at most 1000 token ids"),
+        (["3"], "must list at most 1000 token ids"),
+        ([True], "must list at most 1000 token ids"),
+        ([10**6], "stop_token_ids must name tokens below the model's"),
+    ],
+)
+def test_stop_token_ids_that_are_none_are_refused(client: TestClient, ids: Any, part: str) -> None:
+    answer = client.post(CHAT, json=ask(stop_token_ids=ids))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "stop_token_ids"
+    assert part in answer.json()["error"]["message"]
+
+
 def test_what_means_nothing_changes_nothing(client: TestClient) -> None:
     plain = said(client)
     for nothing in (
         {"tool_choice": None}, {"tools": None}, {"stop": None}, {"stop": ""}, {"stop": []},
+        {"stop_token_ids": None}, {"stop_token_ids": []},
         {"logit_bias": None}, {"logit_bias": {}}, {"n": None}, {"stream": None}, {"top_k": -1},
         {"top_k": 0}, {"min_p": 0}, {"repetition_penalty": 1}, {"presence_penalty": 0},
         {"response_format": None}, {"functions": None}, {"audio": None}, {"user": "\x1b[31m"},
@@ -150,7 +203,7 @@ def test_what_means_nothing_changes_nothing(client: TestClient) -> None:
         {"repeat_penalty": 1.3}, {"typical_p": 0.5}, {"n_predict": 5}, {"length_penalty": 2},
         {"add_special_tokens": False}, {"truncate_prompt_tokens": 3}, {"samplers": ["top_k"]},
         {"include_stop_str_in_output": True}, {"skip_special_tokens": True}, {"mirostat": 2},
-        {"add_generation_prompt": False}, {"stop_token_ids": [3]}, {"reasoning_effort": "high"},
+        {"add_generation_prompt": False}, {"reasoning_effort": "high"},
         {"function_call": "f"}, {"modalities": ["audio"]}, {"prompt_logprobs": 1},
         {"do_sample": False}, {"max_new_tokens": 3}, {"enable_thinking": False}, {"best_of": 2},
         {"extra_body": {"top_k": 1}}, {"guided_whitespace_pattern": " *"},
