@@ -174,10 +174,10 @@ class Renderer:
         return PromptRow(tuple(ids), tuple(turns), dict(columns or {}), source, listed)
 
     def fewest_tokens(self, messages: Sequence[Message], tools: str = "") -> int:
-        """Tokens that `prompt` has at least, by its characters; 0 if that is not known."""
-        with in_time("prompt"):
+        """Tokens that turns have at least, by their characters; 0 if that is not known."""
+        with in_time(where := visible(str(IN_MEMORY))):
             cut, mark, template = self._cut(messages, tools, IN_MEMORY)
-            _, text = template.text(cut, mark, visible(str(IN_MEMORY)))
+            _, text = template.text(cut, mark, where, answered=messages[-1].role == "assistant")
         return self.pieces.fewest(text.replace(mark, ""))
 
     def conversation(

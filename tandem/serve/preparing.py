@@ -67,7 +67,7 @@ async def prepare_chat(
         except ModelError as error:
             raise ApiError(str(error), "chat_template_kwargs") from None
         try:
-            refuse_long(renderer, messages[:-1] if continues else messages, tools, most)
+            refuse_long(renderer, messages, tools, most)
             if continues:
                 return _begun(renderer, messages)
             row = renderer.prompt(messages, tools=tools)

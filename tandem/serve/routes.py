@@ -187,7 +187,7 @@ class Api:
             from tandem.data.render import IN_MEMORY
 
             try:
-                refuse_long(loaded.renderer, asked, tools, context)
+                refuse_long(loaded.renderer, messages, tools, context)
                 row = loaded.renderer.conversation(asked, answer, IN_MEMORY, True, tools)
                 if tools and loaded.renderer.hides_tools(asked):
                     raise no_tools()

@@ -181,12 +181,16 @@ def test_a_prompt_that_is_much_too_long_is_refused_before_it_is_tokenized(
 
     monkeypatch.setattr(PieceTokenizer, "encode", short_only)
     answered = [*ask(text)["messages"], {"role": "assistant", "content": "yes"}]
+    answers = [*ask()["messages"], {"role": "assistant", "content": text}]
     for path, body, name in (
         (CHAT, ask(text), "messages"),
         (CHAT, {"messages": answered, "continue_final_message": True}, "messages"),
+        (CHAT, {"messages": answers, "continue_final_message": True}, "messages"),
+        (CHAT, {"messages": answers}, "messages"),
         (TEXT, {"prompt": text}, "prompt"),
         (TEXT, {"prompt": [5] * 100_000}, "prompt"),
         ("/v1/score", {"messages": answered}, "messages"),
+        ("/v1/score", {"messages": answers}, "messages"),
     ):
         error = client.post(path, json=body).json()["error"]
         assert error["code"] == "context_length_exceeded"
