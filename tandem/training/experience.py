@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -126,7 +126,7 @@ class Shaped:
         mask = made.batch.response_mask
         found = algorithm.advantages(made)
         if algorithm.given_advantages:
-            require_advantages(found, made)
+            found = required_advantages(found, made)
         advantages, returns = found
         metrics = {**made.metrics, **_policy_metrics(rollout, numbers, rewards, advantages)}
         if values is not None and returns is not None:
@@ -148,8 +148,9 @@ class Shaped:
         )
 
 
-def require_advantages(found: object, made: Experience) -> None:
-    """Refuse what a user's function returned unless it is advantages and the critic's returns.
+def required_advantages(found: Any, made: Experience) -> tuple[Tensor, Tensor | None]:
+    """What a user's function returned, advantages and the critic's returns, as an experience has
+    them: float32, 0 off the response, without gradient.
 
     Raises:
         ConfigError: it is something else.
@@ -171,6 +172,8 @@ def require_advantages(found: object, made: Experience) -> None:
             f"shape {tuple(mask.shape)} and {second}; got {kinds}. Change what the function "
             "returns."
         )
+    kept = [part.detach().float().masked_fill(~mask, 0.0) for part in pair[: 1 + has_critic]]
+    return kept[0], kept[1] if has_critic else None
 
 
 _PER_ANSWER = (

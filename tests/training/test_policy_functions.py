@@ -43,6 +43,10 @@ def group_mean(made):
     mean = torch.stack([scores[made.group == g].mean() for g in made.group])
     return (scores - mean)[:, None] * made.batch.response_mask, None
 
+def of_a_graph(made):
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    return scale * group_mean(made)[0] / made.batch.response_mask, None
+
 def with_returns(made):
     mask = made.batch.response_mask
     returns = made.rewards.flip(1).cumsum(1).flip(1) * mask
@@ -240,6 +244,18 @@ def test_a_loss_over_one_answer_at_a_time_may_sum_over_it() -> None:
 
 def test_what_a_loss_gives_beside_the_answers_may_be_anything() -> None:
     try_token_losses(lambda new, old, a, mask: -new * a / mask.float(), "by the mask")
+
+
+def test_advantages_may_be_anything_beside_the_answers_and_come_of_a_graph(
+    functions: Path, tmp_path: Path, tiny_model: str, preferences: str
+) -> None:
+    more = {"grpo__reward_function": REWARD, "grpo__steps": 1, "grpo__epochs": 2}
+    weights = []
+    for name in ("group_mean", "of_a_graph"):
+        more["grpo__advantage_function"] = f"{functions}:{name}"
+        run = tiny_config(tmp_path / name, tiny_model, preferences, stages=["grpo"], **more)
+        weights.append(weights_of(ran(run), "grpo"))
+    assert all(torch.equal(weights[1][name], weight) for name, weight in weights[0].items())
 
 
 def test_the_trial_has_the_figures_that_a_rollout_has(

@@ -14,7 +14,7 @@ from tandem.config.schema import RLConfig, RunConfig, SamplingConfig
 from tandem.config.stages import stage_of
 from tandem.errors import ConfigError
 from tandem.parallel.world import World
-from tandem.training.experience import ScoredAnswers, require_advantages
+from tandem.training.experience import ScoredAnswers, required_advantages
 from tandem.training.policy_functions import (
     named_advantages,
     named_losses,
@@ -102,7 +102,7 @@ def try_advantages(advantages_of: AdvantagesOf, name: str, made: Experience) -> 
     tensors = [part for part in (*of_experience, *of_batch) if isinstance(part, Tensor)]
     before, figures = [tensor.clone() for tensor in tensors], dict(made.metrics)
     try:
-        require_advantages(advantages_of(made), made)
+        required_advantages(advantages_of(made), made)
     # Whatever a user's function does is told to them in one line.
     except Exception as error:
         raise ConfigError(
