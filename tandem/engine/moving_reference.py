@@ -41,8 +41,6 @@ class MovingReference:
             learner: of the policy.
             reference: None: the policy with its adapters off.
         """
-        self.moves = 0
-        """How often it has moved since it was made."""
         self._settings, self._learner = settings, learner
         self._policy, self._reference = learner.model, reference
         self._average: MovingAverage | None = None
@@ -73,7 +71,6 @@ class MovingReference:
         if self._average is not None:
             self._average.update()
         self._write()
-        self.moves += 1
         return True
 
     def state_tensors(self) -> dict[str, Tensor]:

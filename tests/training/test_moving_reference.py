@@ -40,6 +40,7 @@ from tests.training.runs import (
     ranks_ran,
     records,
 )
+from tests.training.test_resume_ranks import ran_until
 
 REWARD = f"{letter_rewards.__file__}:early_share"
 RL: dict[str, dict[str, Any]] = {
@@ -269,6 +270,23 @@ def test_a_stopped_run_continues_to_the_same_bits(
     lines = ran_with_stops(config, tmp_path / "stopped", [(stage, 3), (stage, 3)])
     assert f"{stage}: continuing after step 2 (checkpoint verified)" in lines
     assert_equal_runs(tmp_path / "stopped", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("rate", [0.3, 1.0])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_two_ranks_saved_continues_alone(
+    tmp_path: Path, tiny_model: str, preferences: str, stage: int, rate: float
+) -> None:
+    """At stage 1 the mixture is in pieces beside a whole reference, alone it is the reference."""
+    config = config_of(tmp_path / "alone", tiny_model, preferences, "dpo", 1, rate)
+    ran(config)
+    config = replace(config, output_dir=str(tmp_path / "moved"))
+    split = ParallelConfig(actor_zero_stage=stage, critic_zero_stage=stage)
+    on_ranks(2, ran_until, replace(config, parallel=split), "dpo", 3, 3)
+    lines: list[str] = []
+    ran(config, lines=lines)
+    assert "dpo: continuing after step 2 (checkpoint verified)" in lines
+    assert_same_measures(tmp_path / "moved", tmp_path / "alone")
 
 
 @pytest.mark.parametrize(
