@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,8 +20,6 @@ from tandem.data.dataset import read_all
 from tandem.data.grades import Mode
 from tandem.data.ledger import Ledger
 from tandem.data.progress import Progress
-from tandem.data.reading.formats import OnBlank, Rows
-from tandem.data.reading.sources import DataSpec, read_rows
 from tandem.data.split import Split, opening, shares_among
 from tandem.errors import ModelError
 from tandem.message import answer_text
@@ -82,7 +79,7 @@ def check(
         ledger,
         eval_data=eval_data,
         seed=seed,
-        read=partial(_counted_rows, progress),
+        read=progress.rows_of,
     )
     progress.begin(f"dividing {counted(len(read), 'row')}")
     lowest = config.lowest_imitated(scores=bool(leaving(stages, "reward model")))
@@ -243,9 +240,3 @@ def _print_sample(console: Console, sample: Sample) -> None:
 def _shown(text: str) -> str:
     cut = text[:_SHOWN_CHARACTERS]
     return visible(cut) + ("..." if len(text) > len(cut) else "")
-
-
-def _counted_rows(progress: Progress, spec: DataSpec, *, on_blank: OnBlank) -> Rows:
-    """A data set's rows, counted as they are read."""
-    progress.begin(f"reading {visible(spec.path)}")
-    return progress.over(read_rows(spec, on_blank=on_blank))

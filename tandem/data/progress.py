@@ -7,9 +7,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TextIO, TypeVar
 
+from tandem.data.reading.formats import OnBlank, Rows
+from tandem.data.reading.sources import DataSpec, read_rows
+from tandem.text import visible
+
 Item = TypeVar("Item")
 _FIRST_SECONDS = 1.0
-"""Before it says nothing, since short work needs no word."""
+"""Before it says nothing by default, since short work needs no word."""
 _TERMINAL_SECONDS, _LINE_SECONDS = 0.2, 10.0
 """Between two updates of a terminal's line, and between two lines elsewhere."""
 _CLEAR = "\r\x1b[K"
@@ -22,13 +26,21 @@ class Progress:
     """
 
     def __init__(
-        self, out: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        out: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        after: float = _FIRST_SECONDS,
     ) -> None:
+        """
+        Args:
+            out: stderr by default. after: seconds before the first word.
+        """
         self._out = out or sys.stderr
         self._clock = clock
         self._is_terminal = self._out.isatty()
         self._said = clock()
-        self._next = self._said + _FIRST_SECONDS
+        self._next = self._said + after
         self._what = self._shown = ""
 
     def __enter__(self) -> Progress:
@@ -44,6 +56,11 @@ class Progress:
             since = 0.0 if self._is_terminal else _FIRST_SECONDS
             self._next = min(self._next, self._said + since)
         self._say(f"{what} ...", is_new=at_once)
+
+    def rows_of(self, spec: DataSpec, *, on_blank: OnBlank) -> Rows:
+        """A data set's rows, counted as they are read."""
+        self.begin(f"reading {visible(spec.path)}")
+        return self.over(read_rows(spec, on_blank=on_blank))
 
     def over(self, items: Iterable[Item], total: int | None = None) -> Iterator[Item]:
         """The items, counted as they are asked for.

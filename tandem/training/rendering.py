@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -14,6 +14,7 @@ from tandem.data.excerpt import excerpt
 from tandem.data.grades import answer_of
 from tandem.data.ledger import Ledger
 from tandem.data.length import Fitted, fit, fit_answer, fit_graded, fit_pair, fit_prompt, fit_ranked
+from tandem.data.progress import Progress
 from tandem.data.render import Renderer
 from tandem.data.side_by_side import RendersRows, side_by_side
 from tandem.errors import DataError
@@ -81,7 +82,8 @@ class Rendering:
         lengths: tokens of every row that has a use, by use, before it is made to fit.
     """
 
-    def __init__(self, config: RunConfig, ledger: Ledger) -> None:
+    def __init__(self, config: RunConfig, ledger: Ledger, progress: Progress | None = None) -> None:
+        self._progress = progress
         self.config = config
         self.dataset = config.dataset
         self.ledger = ledger
@@ -290,8 +292,9 @@ class Rendering:
         self, work: Sequence[_Work], renderer: Renderer, use: str | None, room: int | None
     ) -> list[Any]:
         rows = []
+        counted = self._counted(work, use)
         with side_by_side(renderer, work, _render) as renderers:
-            for (sample, form), its_renderer in zip(work, renderers, strict=True):
+            for (sample, form), its_renderer in zip(counted, renderers, strict=True):
                 try:
                     rendered = form.render(sample, its_renderer)
                 except DataError as error:
@@ -315,6 +318,12 @@ class Rendering:
                         self._note(sample, use, each)
                 rows += kept
         return rows
+
+    def _counted(self, work: Sequence[_Work], use: str | None) -> Iterable[_Work]:
+        if self._progress is None:
+            return work
+        self._progress.begin(f"rendering {use or 'held-out rows'}")
+        return self._progress.over(work, len(work))
 
     def _note(self, sample: Sample, use: str | None, fitted: Fitted[Any]) -> None:
         if fitted.outcome == "kept":

@@ -208,7 +208,7 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
     if switched_off:
         print_line(f"ZeRO++: {switched_off}")
     print_line(f"reading {', '.join((*config.data, *config.sft_data, *config.eval_data))}")
-    rows = prepare_rows(config, *tokenizer_sources(run))
+    rows = prepare_rows(config, *tokenizer_sources(run), says=run.world.is_first)
     run.note_data(rows)
     room = positions(tokenizer_sources(run)[0], config)
     lines = ledger_lines(rows) + left_out_lines(config, rows.ledger, rows.lengths, room)

@@ -5,7 +5,8 @@ Every row that is too long for its stage is entered in the ledger.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -21,7 +22,10 @@ from tandem.data.dataset import load_data, load_text
 from tandem.data.grades import rankings_of
 from tandem.data.ledger import Ledger
 from tandem.data.loader import evenly, permutation
+from tandem.data.progress import Progress
+from tandem.data.reading.sources import read_rows
 from tandem.data.render import Renderer
+from tandem.data.sampled import Read
 from tandem.data.spelled import note_spelled
 from tandem.data.split import split_key
 from tandem.data.unshown import note_unshown
@@ -44,6 +48,8 @@ from tandem.types import (
 TRAINED_ON = "begins like a row that the run trains on"
 """The note on such a row of other data."""
 _SHUFFLE = 2**63  # an epoch number that no training order uses
+_SILENT_SECONDS = 5.0
+"""Of a run's reading and rendering."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,7 @@ def prepare_rows(
     policy: str,
     reward: str,
     *,
+    says: bool = False,
     shuffle: bool = True,
     trains: bool = True,
     trained_on: Collection[bytes] = (),
@@ -139,6 +146,7 @@ def prepare_rows(
 
     Args:
         policy, reward: the models whose tokenizers policy and reward model use.
+        says: on stderr, how far it is, where it takes long.
         shuffle: off leaves prompts in the order of the data sets.
         trains: off leaves out the rows that stages train on, which take most of the time.
         reward_is_finished: even if a stage trains one.
@@ -146,6 +154,20 @@ def prepare_rows(
     Raises:
         DataError: a file or row cannot be used, and the configuration makes that an error.
     """
+    with Progress(after=_SILENT_SECONDS) if says else nullcontext() as progress:
+        read = partial(_read, config, trains, trained_on, progress)
+        return _prepared(config, policy, reward, read, progress, shuffle, reward_is_finished)
+
+
+def _prepared(
+    config: RunConfig,
+    policy: str,
+    reward: str,
+    read: Callable[[], Dataset],
+    progress: Progress | None,
+    shuffle: bool,
+    reward_is_finished: bool,
+) -> StepRows:
     own, remote = read_template(config.dataset.own_template), config.trust_remote_code
     tokenizer, renderer = load_renderer(policy, trust_remote_code=remote, own=own)
     scores = bool(leaving(config.stages, "reward model"))
@@ -153,8 +175,8 @@ def prepare_rows(
     reward_tokenizer, reward_renderer = load_renderer(
         reward, trust_remote_code=remote, own=own, unless_its_own=is_finished
     )
-    data = _read(config, trains, trained_on)
-    render, few = Rendering(config, data.ledger), _Spread(config.dataset.eval_rows)
+    data = read()  # behind the tokenizers, which are soon refused
+    render, few = Rendering(config, data.ledger, progress), _Spread(config.dataset.eval_rows)
     room, reward_room = positions(policy, config), positions(reward, config)
     prompt_room = None if room is None else room - config.sampling.max_new_tokens
     stages = in_order(config.stages)
@@ -202,8 +224,8 @@ def prepare_rows(
     )
 
 
-def read_data(config: RunConfig) -> Dataset:
-    """A run's data sets, each row for the stage that may train on it.
+def read_data(config: RunConfig, read: Read = read_rows) -> Dataset:
+    """A run's data sets, each row for the stage that may train on it; `read` yields their rows.
 
     Raises:
         ConfigError, DataError: as `load_data`.
@@ -216,11 +238,14 @@ def read_data(config: RunConfig) -> Dataset:
         seed=config.seed,
         stages=config.stages,
         grades=config.reward.grades,
+        read=read,
     )
 
 
-def _read(config: RunConfig, trains: bool, trained_on: Collection[bytes]) -> Dataset:
-    data = read_data(config)
+def _read(
+    config: RunConfig, trains: bool, trained_on: Collection[bytes], progress: Progress | None
+) -> Dataset:
+    data = read_data(config, progress.rows_of if progress else read_rows)
     for sample in data.heldout if trained_on else ():
         if split_key(sample, config.seed) in trained_on:
             data.ledger.datasets[sample.source.dataset].note(TRAINED_ON, sample.source)

@@ -47,3 +47,12 @@ def test_a_terminal_has_one_line_that_is_removed() -> None:
     assert "\n" not in text
     assert text.count("reading a.jsonl: ") > 90
     assert text.endswith("counting tokens ...\r\x1b[K")
+
+
+def test_its_first_word_may_come_later() -> None:
+    out, clock = io.StringIO(), Clock()
+    with Progress(out, clock, after=5.0) as progress:
+        progress.begin("reading a.jsonl")
+        for _ in progress.over(range(640)):
+            clock.now += 0.01
+    assert out.getvalue().splitlines() == ["reading a.jsonl: 512 rows"]
