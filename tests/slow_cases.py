@@ -107,6 +107,31 @@ KEPT: Mapping[str, tuple[str, ...]] = {
     ),
     "engine/test_zeropp_roles.py::test_sampler_training_and_frozen_roles_see_the_same_weights": (),
     "parallel/test_moments.py::test_every_stage_trains_alike": ("0", "3"),
+    "engine/test_moving_reference.py::test_a_reference_that_becomes_the_policy_computes_with_its_"
+    "bits": (
+        "1-0-offload0-more0-bf16", "1-0-offload1-more1-fp32", "1-0-offload2-more2-bf16",
+        "2-1-offload4-more4-bf16", "2-2-offload5-more5-fp32", "2-3-offload7-more7-bf16",
+    ),
+    "engine/test_moving_reference.py::test_a_second_copy_of_the_pieces_within_a_node_is_not_read_"
+    "on": (),
+    "engine/test_moving_reference.py::test_adapters_become_the_reference_s_own": (
+        "1-0-fp32", "2-3-bf16",
+    ),
+    "engine/test_moving_reference.py::test_a_mixture_is_that_of_a_slow_loop_in_float64": (
+        "1-0-offload0-bf16", "1-0-offload1-fp32", "2-1-offload2-fp32", "2-3-offload3-bf16",
+    ),
+    "training/test_moving_reference.py::test_rl_is_compared_with_the_mixture_of_plain_weights": (
+        "ppo-3-1.0", "grpo-1-0.3",
+    ),
+    "training/test_moving_reference.py::test_implicit_rewards_begin_again_at_0_and_held_out_ones_"
+    "do_not": ("0-kto", "2-dpo"),
+    "training/test_moving_reference.py::test_two_ranks_at_stage_3_measure_what_one_does": ("grpo",),
+    "training/test_moving_reference.py::test_a_stopped_run_continues_to_the_same_bits": (
+        "dpo-1.0-more1", "kto-0.3-more2", "grpo-0.3-more3",
+    ),
+    "training/test_moving_reference.py::test_what_two_ranks_saved_continues_alone": (
+        "1-0.3", "3-1.0",
+    ),
     "engine/test_half.py::test_real_vocabularies_start_alike_and_train_alike": ("50257",),
     "engine/test_placement.py::test_every_family_is_split_alike": ("gpt2", "gemma2"),
     "engine/test_placement.py::test_four_ranks_train_a_critic_as_one": ("3",),
