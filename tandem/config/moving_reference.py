@@ -20,6 +20,11 @@ class ReferenceConfig:
     """How far: reference = rate * policy + (1 - rate) * reference, in float32 (TRL: 0.6). 1 makes
     it the policy, and is the only rate with LoRA."""
 
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether the policy may be trained by adapters."""
+        return self.update_every == 0 or self.update_rate == 1
+
 
 def moving_reference_problems(
     reference: ReferenceConfig, *, lora_rank: int, reference_model: str, has_one: bool
@@ -48,7 +53,7 @@ def moving_reference_problems(
             "reference.update_every must be 0 where no stage compares the policy with where it "
             f"started; got {every}. Remove it"
         )
-    if rate < 1 and lora_rank > 0:
+    if lora_rank > 0 and not reference.takes_adapters:
         yield (
             "reference.update_rate must be 1 with lora.rank above 0 (a mixture of two adapters is "
             f"no adapter of that rank); got {rate:g}. Remove it, or train all weights"

@@ -138,7 +138,7 @@ class MicroBatchBudget:
             layout,
             self.tokens,
             ranks=self._world.size,
-            rank_flag=settings.lora.rank_flag(role),
+            rank_flag=settings.lora.rank_flag(role) if settings.moving.takes_adapters else "",
             checkpointing_flag=(
                 "--recompute-roles all" if settings.checkpointed else "--gradient-checkpointing"
             ),

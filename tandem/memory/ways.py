@@ -56,8 +56,8 @@ def ways_out(
     knobs, and two together where fewer than three of these help.
 
     Args:
-        rank_flag: sets the rank of the model's adapters. checkpointing_flag: turns on its
-            checkpointing.
+        rank_flag: sets the rank of the model's adapters; empty: it can have none.
+        checkpointing_flag: turns on its checkpointing.
     """
 
     def way(*changes: _Change) -> Way:
@@ -110,7 +110,7 @@ def _changes(
         if not layout.offload_params:
             moved = {"offload_optimizer": True, "offload_params": True}
             yield _Change("--offload optimizer params", 1.8, moved)
-    if not layout.lora_rank:
+    if not layout.lora_rank and rank_flag:
         yield _Change(f"{rank_flag} 16", 2.0, {"lora_rank": 16})
     if not layout.frozen and rank_flag == _RANK:  # other ranks than the policy's exclude it
         flags = "--frozen-weights nf4" if layout.lora_rank else f"{_RANK} 16 --frozen-weights nf4"

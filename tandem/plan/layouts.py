@@ -119,7 +119,9 @@ def layouts(
     first: list[Laid] = []
     for knobs in _candidates(config, hardware, ranks, trains_alike, few):
         changed = _changed(config, knobs)
-        if next(frozen_base_problems(changed.parallel, changed.lora), None):
+        if next(frozen_base_problems(changed.parallel, changed.lora), None) or (
+            changed.lora.rank and not changed.reference.takes_adapters
+        ):
             continue  # knobs that exclude each other
         if not can_slice(changed, models):
             continue

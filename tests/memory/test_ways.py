@@ -44,6 +44,14 @@ def test_every_knob_that_a_layout_leaves_is_tried_and_helps() -> None:
         assert knob in offered
 
 
+def test_no_way_has_adapters_where_there_can_be_none() -> None:
+    shape = shape_for(config_of_shape("layers=6,width=128,heads=4,vocabulary=600"))
+    for flag, offered in (("--lora-rank", True), ("", False)):
+        ways = ways_out(shape, Layout(half=True, on_cpu=True), 16, rank_flag=flag)
+        assert any("lora" in way.flags for way in ways) is offered
+        assert not any(way.flags.startswith(" ") for way in ways)
+
+
 def test_where_little_is_left_to_try_the_message_says_so() -> None:
     assert "the cheapest ways out: a (1.0 GiB), b" in advice(
         2**31, [("a", 2**30)] * 1 + [("b", 9)] * 2

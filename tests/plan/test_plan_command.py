@@ -284,6 +284,12 @@ def _tried(model: str, *flags: str) -> set[tuple[int, str]]:
     return {(each.inference_tp_size, each.frozen_weights) for each in parallel}
 
 
+def test_no_layout_has_adapters_beside_a_mixture_for_a_reference() -> None:
+    own = ("--reference.update-every", "8", "--reference.update-rate")
+    assert {frozen for _, frozen in _tried("Qwen/Qwen2.5-3B", *own, "0.5")} == {""}
+    assert {frozen for _, frozen in _tried("Qwen/Qwen2.5-3B", *own, "1")} > {""}
+
+
 def test_no_layout_slices_what_a_run_would_refuse_to_slice() -> None:
     own = ("--actor-zero-stage", "3", "--critic-zero-stage", "3")
     assert {parts for parts, _ in _tried("Qwen/Qwen2.5-7B", *own)} == {1, 2}  # 28 heads
