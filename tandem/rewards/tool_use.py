@@ -55,7 +55,10 @@ def check_names(functions: Sequence[ToolFunction], knob: str) -> None:
     """
     counted = Counter(map(tool_name, functions))
     if twice := [name for name, number in counted.items() if number > 1]:
-        raise ConfigError(f"{knob} must have names of their own; got {twice[0]} twice.")
+        raise ConfigError(
+            f"{knob} must have names of their own; got {twice[0]} twice. Rename one of the "
+            "functions, or remove it."
+        )
 
 
 def shown_parameters(function: ToolFunction) -> list[inspect.Parameter]:

@@ -66,6 +66,12 @@ def test_bad_jsonl_rows(line: bytes, found: str, expected: str, tmp_path: Path) 
     assert bad.found.isprintable()
 
 
+def test_lines_that_end_in_cr_alone_are_named(tmp_path: Path) -> None:
+    (bad,) = jsonl(tmp_path, b'{"text": "a"}\r{"text": "b"}\r')
+    assert isinstance(bad, BadRow)
+    assert bad.advice == "A file whose lines end in CR alone is saved again with LF."
+
+
 def test_the_byte_offset_counts_the_bom(tmp_path: Path) -> None:
     (bad,) = jsonl(tmp_path, b"\xef\xbb\xbf\xff")
     assert isinstance(bad, BadRow)

@@ -270,6 +270,8 @@ def _parse_row(text: str, source: Source) -> RawRow | BadRow:
     except ValueError as error:
         found = f"{excerpt(text)} ({visible(str(error))})"
         advice = _ARRAY if text.strip() in ("[", "{", "[{") else ""
+        if "\r" in text.strip() and str(error).startswith("Extra data"):
+            advice = "A file whose lines end in CR alone is saved again with LF."
         return BadRow(source, "", found, "be one whole JSON object", advice)
     return _checked_row(value, source)
 
