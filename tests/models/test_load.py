@@ -150,10 +150,15 @@ def test_an_adapter_folder_loads_its_base_and_the_adapter_live(
     assert again.get_vocab() == tokenizer().get_vocab()
 
 
-def test_new_models_follow_their_seed_and_leave_torchs_alone() -> None:
+def test_new_models_follow_their_seed_and_leave_torchs_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
     state = torch.random.get_rng_state()
     first, same, other = (new_causal_lm(tiny_config("llama"), seed) for seed in (1, 1, 2))
     assert torch.equal(torch.random.get_rng_state(), state)
+    assert not seeded, "no GPU's"
     assert torch.equal(first.lm_head.weight, same.lm_head.weight)
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
     assert not first.training
