@@ -78,7 +78,7 @@ def test_console_samples_and_alarms() -> None:
         assert_harmless(out.getvalue())
 
 
-def test_line_files(tmp_path: Path) -> None:
+def test_lines_of_files_hold_nothing_that_acts_on_a_terminal(tmp_path: Path) -> None:
     with MetricLog(tmp_path, "sft", 10, tensorboard=False, console=False) as log:
         for text in texts(50):
             log.sample(1, text, {"sft": {"text": text, "score": None}})
@@ -115,7 +115,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def test_the_chat(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_chat_prints_nothing_that_acts_on_a_terminal(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     queue = iter(texts(50))
 
     def answer(talk: serve.Conversation) -> Iterator[str]:
@@ -205,7 +207,7 @@ def _assert_report_harmless(folder: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [*MARKUP, *ESCAPES])
-def test_the_report(text: str, tmp_path: Path) -> None:
+def test_the_report_holds_hostile_text_harmlessly(text: str, tmp_path: Path) -> None:
     _assert_report_harmless(tmp_path / "run", text)
 
 

@@ -411,7 +411,7 @@ REAL = {
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_real_files(name: str, shared: Path) -> None:
+def test_every_row_of_real_files_is_read_or_counted(name: str, shared: Path) -> None:
     rows, num_bad, shape = REAL[name]
     (account,) = load_data(DROP, [str(shared / name)], seed=1).ledger.datasets.values()
     assert (account.rows, account.num_dropped) == (rows, num_bad)

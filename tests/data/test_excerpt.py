@@ -23,7 +23,7 @@ from tandem.data.excerpt import describe, excerpt, names
         (datetime.date(2024, 1, 1), "a date"),
     ],
 )
-def test_describe(value: object, words: str) -> None:
+def test_values_are_described_in_words(value: object, words: str) -> None:
     assert describe(value) == words
 
 

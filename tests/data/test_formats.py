@@ -135,7 +135,7 @@ def test_a_json_file_may_be_one_row(row: dict[str, object], tmp_path: Path) -> N
         (b"a,b\n1,2\n3,\0\n5,6\n", 3, "a NUL byte at byte 10", "hold no NUL byte"),
     ],
 )
-def test_bad_csv_rows(
+def test_wrong_rows_of_a_csv_file_are_told(
     content: bytes, place: int, found: str, expected: str, tmp_path: Path
 ) -> None:
     first, bad, after = csv(tmp_path, content)

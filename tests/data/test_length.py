@@ -37,7 +37,7 @@ def test_a_row_that_fits_is_kept(policy: str) -> None:
     assert (fitted.outcome, fitted.reason) == ("kept", "")
 
 
-def test_dropping() -> None:
+def test_a_row_that_is_too_long_is_dropped() -> None:
     fitted = fit(row_of("00111"), 4, "drop")
     assert (fitted.row, fitted.outcome) == (None, "dropped")
     assert fitted.reason == "longer than max_tokens"
@@ -65,7 +65,7 @@ def test_a_truncated_row_teaches_no_end() -> None:
     assert RENDERER.terminator_id not in cut.token_ids
 
 
-def test_pairs() -> None:
+def test_both_sides_of_a_pair_are_made_to_fit() -> None:
     chosen, rejected = row_of("0011111"), row_of("00111")
     pair = PairRow(chosen, rejected)
     assert fit_pair(pair, 7, "drop").row is pair

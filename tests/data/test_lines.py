@@ -50,7 +50,7 @@ def test_what_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
         list(read_lines(tmp_path))
 
 
-def test_damaged_gzip(tmp_path: Path) -> None:
+def test_a_damaged_gzip_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(gzip.compress(b"x\n") + b"garbage")
     with pytest.raises(DataError, match="must be a whole gzip file"):
         list(read_lines(tmp_path / "a"))

@@ -60,7 +60,7 @@ def test_a_bad_line_is_told_and_left_out(tmp_path: Path) -> None:
     assert row.columns["text"] == "one\ntwo"
 
 
-def test_wikitext(shared: Path) -> None:
+def test_wikitext_is_read_in_whole_blocks(shared: Path) -> None:
     rows = blocks(shared / "text" / "wikitext2_valid.txt.gz")
     text = "".join(row.columns["text"] for row in rows)
     assert rows[0].columns["text"].startswith("= Homarus gammarus =\n\nHomarus gammarus , known")

@@ -271,7 +271,7 @@ def test_renderers_that_make_the_same_tokens() -> None:
     assert not Renderer(one).renders_like(Renderer(folding()))
 
 
-def test_documents(real: PreTrainedTokenizerBase) -> None:
+def test_a_document_is_learned_whole(real: PreTrainedTokenizerBase) -> None:
     text = "One day, a cat sat.\nIt was happy."
     row = Renderer(real).document(text, SOURCE)
     assert list(row.token_ids) == [*real(text).input_ids, real.eos_token_id]

@@ -145,7 +145,7 @@ TURNS = (USER, Message("assistant", "4"), Message("user", "And 3+3?"))
         ("prompt", {"prompt": [user("2+2?")]}, PROMPT),
     ],
 )
-def test_shapes(shape: str, row: dict[str, Any], expected: Sample) -> None:
+def test_every_shape_becomes_its_sample(shape: str, row: dict[str, Any], expected: Sample) -> None:
     found = to_sample(row, HERE)
     assert found.shape == shape
     assert found.sample == expected

@@ -51,7 +51,9 @@ def columns_of(text: str) -> list[Any]:
         ("C:/a.csv:2::text=x:1", "C:/a.csv", 2.0, {"text": "x:1"}),
     ],
 )
-def test_parse_spec(text: str, path: str, weight: float, columns: dict[str, str]) -> None:
+def test_a_name_is_split_into_path_weight_and_columns(
+    text: str, path: str, weight: float, columns: dict[str, str]
+) -> None:
     spec = parse_spec(text)
     assert (spec.path, spec.weight, spec.columns) == (path, weight, columns)
 

@@ -73,7 +73,7 @@ def test_every_key_has_a_step(key: bytes, shares: list[float]) -> None:
 @pytest.mark.parametrize(
     "shares", [(1, 1), (1, 1, 1, 1), (0, 0, 0), (-1, 1, 1), (float("nan"), 1, 1), ()]
 )
-def test_bad_shares(shares: tuple[float, ...]) -> None:
+def test_wrong_shares_are_refused(shares: tuple[float, ...]) -> None:
     with pytest.raises(ConfigError, match="must be three shares of at least 0 with a sum above 0"):
         Split(shares, 0.0)
 

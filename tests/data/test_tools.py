@@ -36,7 +36,7 @@ ADD = {"name": "add", "arguments": {"a": 2, "b": None}}
 
 
 @pytest.mark.parametrize("value", [None, "", " ", [], "[]", "null"])
-def test_no_tools(value: Any) -> None:
+def test_empty_columns_list_no_tools(value: Any) -> None:
     assert read_tools(value) == ""
     found = to_sample({"prompt": "hi", "tools": value}, HERE)
     assert (found.sample.tools, found.notes) == ("", ())
@@ -90,7 +90,7 @@ def nested(levels: int) -> Any:
         ("[" * 100_000, "no JSON", "be a list of JSON schemas"),
     ],
 )
-def test_bad_tools(value: Any, found: str, expected: str) -> None:
+def test_wrong_tools_are_refused(value: Any, found: str, expected: str) -> None:
     with pytest.raises(RowProblem) as error:
         read_tools(value)
     assert (error.value.field, error.value.found[: len(found)]) == ("tools", found)
@@ -142,7 +142,7 @@ def test_calls_are_kept_as_given_and_are_given_in_full() -> None:
         ([{"function": {"name": "add"}, "arguments": {"a": 1}}], "m", "'arguments' in turn 2"),
     ],
 )
-def test_bad_calls(value: Any, field: str, found: str) -> None:
+def test_wrong_calls_are_refused(value: Any, field: str, found: str) -> None:
     with pytest.raises(RowProblem) as error:
         read_calls(value, "m", 2)
     assert (error.value.field, error.value.found) == (field, found.replace('"', "'"))

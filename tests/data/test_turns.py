@@ -42,7 +42,7 @@ def test_role_and_content_or_from_and_value() -> None:
         ("function", "tool"),
     ],
 )
-def test_role_aliases(name: str, role: str) -> None:
+def test_other_names_of_roles_are_read(name: str, role: str) -> None:
     assert turns_of([{"role": name, "content": "x"}], "m")[0].role == role
 
 
@@ -77,7 +77,7 @@ def test_blank_system_turns_are_none() -> None:
         ([{"role": "user", "content": "\ud800"}], "m.content", "surrogate pair at c", "Unicode"),
     ],
 )
-def test_bad_messages(value: Any, field: str, found: str, expected: str) -> None:
+def test_wrong_messages_are_refused(value: Any, field: str, found: str, expected: str) -> None:
     with pytest.raises(RowProblem) as error:
         turns_of(value, "m")
     assert error.value.field == field
@@ -110,7 +110,7 @@ def test_an_unknown_role_names_the_nearest() -> None:
         ("a\udfff", "half a surrogate pair at character 2", "be valid Unicode"),
     ],
 )
-def test_bad_text(value: Any, found: str, expected: str) -> None:
+def test_wrong_text_is_refused(value: Any, found: str, expected: str) -> None:
     with pytest.raises(RowProblem) as error:
         text_of(value, "chosen")
     assert (error.value.found, error.value.expected) == (found, expected)
@@ -165,14 +165,14 @@ def test_prompt_columns() -> None:
         ((Message("user", "\ud83d"),), "half a surrogate pair", "be valid Unicode"),
     ],
 )
-def test_bad_prompts(turns: tuple[Message, ...], found: str, expected: str) -> None:
+def test_wrong_prompts_are_refused(turns: tuple[Message, ...], found: str, expected: str) -> None:
     with pytest.raises(RowProblem) as error:
         check_prompt(turns, "prompt")
     assert found in error.value.found
     assert expected in error.value.expected
 
 
-def test_good_prompts() -> None:
+def test_prompts_that_end_with_a_turn_to_answer_are_taken() -> None:
     for turns in ((USER,), (Message("system", "s"), USER, BOT, USER), (USER, USER)):
         assert check_prompt(turns, "prompt") == turns
     tool = (USER, BOT, Message("tool", "4"))

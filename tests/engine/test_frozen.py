@@ -260,7 +260,7 @@ def test_every_rank_stops_at_a_weight_that_is_not_finite(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["params", "optimizer"])
-def test_offloaded(starts: Starts, alone: Alone, name: str) -> None:
+def test_a_step_with_offload_is_the_same(starts: Starts, alone: Alone, name: str) -> None:
     plain = alone("int8", "fp32")
     config = configured("int8")
     parallel = replace(config.parallel, offload=(name,))  # type: ignore[arg-type]

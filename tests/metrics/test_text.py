@@ -37,7 +37,7 @@ def test_trailing_zeros_are_trimmed_only_after_a_point():
     ]
 
 
-def test_durations():
+def test_durations_are_shown_in_the_unit_that_suits_them():
     seconds = (0.0, 0.0094, 0.412, 38.0, 59.7, 252.0, 11100.0)
     shown = ["0.00 s", "9.4 ms", "0.41 s", "38 s", "1 m 00 s", "4 m 12 s", "3 h 05 m"]
     assert [duration(s) for s in seconds] == shown

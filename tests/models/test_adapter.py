@@ -111,7 +111,7 @@ def test_we_load_pefts(family: str, scalar: bool, use_rslora: bool, tmp_path: Pa
     assert not scaled(logits(ours), logits(plain), 1e-3)
 
 
-def test_ours_again(folder: Path) -> None:
+def test_a_saved_adapter_loads_as_it_was(folder: Path) -> None:
     model = adapted(tiny_model("llama"))
     save_adapter(model, folder, "base")
     ours = tiny_model("llama")

@@ -136,7 +136,9 @@ def test_a_reward_model(family: str, kind: str) -> None:
 
 @kinds
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
-def test_in_bf16(name: str, kind: str) -> None:
+def test_quantized_gradients_in_bf16_are_those_of_the_written_out_weights(
+    name: str, kind: str
+) -> None:
     quantized, full = pair(tiny_model(name).bfloat16(), kind)
     assert all_equal(gradients(quantized, logprobs), gradients(full, logprobs))
 
@@ -174,7 +176,7 @@ def test_adapters_may_come_before_or_after(family: str, kind: str) -> None:
     assert [p for p in after.parameters() if p.requires_grad] == lora_parameters(after)
 
 
-def test_which_layers(family: str) -> None:
+def test_all_linear_layers_but_a_tied_head_are_quantized(family: str) -> None:
     model = tiny_model(family)
     add_lora(model, LoraConfig(rank=2, targets=("0.self_attn.q_proj",)), seed=0) if (
         family == "llama"

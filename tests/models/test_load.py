@@ -55,7 +55,7 @@ def test_attention_is_sdpa_but_for_capped_logits() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
-def test_dropout(family: str, rate: float) -> None:
+def test_dropout_is_as_asked(family: str, rate: float) -> None:
     model = new_causal_lm(tiny_config(family), seed=0, dropout=rate).train()
     ids = ragged_batch((7, 7)).token_ids
     assert torch.equal(model(ids).logits, model(ids).logits) == (rate == 0.0)
@@ -171,7 +171,7 @@ def test_tokenizer_with_its_template(folder: Path) -> None:
     assert loaded("w1 w2").input_ids == tokenizer()("w1 w2").input_ids
 
 
-def test_no_tokenizer(folder: Path) -> None:
+def test_a_model_without_a_tokenizer_is_refused(folder: Path) -> None:
     for file in folder.glob("*token*"):
         file.unlink()
     with pytest.raises(ModelError, match="must have a tokenizer that transformers reads"):

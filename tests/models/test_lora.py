@@ -117,7 +117,7 @@ def test_the_switch_nests_and_survives_errors() -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
-def test_the_formula(kind: type) -> None:
+def test_an_adapted_layer_follows_the_formula(kind: type) -> None:
     base = nn.Linear(5, 4) if kind is nn.Linear else Conv1D(4, 5)
     layer = LoraLinear(base, 2, 6.0, 0.0) if kind is nn.Linear else LoraConv1D(base, 2, 6.0, 0.0)
     assert layer.weight is base.weight
@@ -157,7 +157,7 @@ def test_dropout_is_on_the_adapters_input_alone() -> None:
     assert torch.equal(layer(x), layer(x))
 
 
-def test_the_start() -> None:
+def test_adapters_start_from_the_seed_and_from_zeros() -> None:
     models = [tiny_model("llama") for _ in range(3)]
     for model, seed in zip(models, (1, 1, 2), strict=True):
         add_lora(model, CONFIG, seed)
@@ -170,7 +170,7 @@ def test_the_start() -> None:
         assert not layer.lora_B.weight.any()
 
 
-def test_what_trains(family: str) -> None:
+def test_adapters_and_a_scalar_head_alone_train(family: str) -> None:
     for model, head in ((tiny_model(family), False), (tiny_scalar(family), True)):
         names = add_lora(model, CONFIG, seed=1)
         trained = {n for n, p in model.named_parameters() if p.requires_grad}

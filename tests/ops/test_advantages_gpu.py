@@ -63,6 +63,6 @@ def test_thousands_of_tokens(gamma: float, lam: float) -> None:
     assert torch.allclose(ours_returns, returns, atol=1e-4, rtol=1e-5)
 
 
-def test_nothing() -> None:
+def test_no_rows_have_no_advantages() -> None:
     none = torch.zeros(0, 5)
     assert all(x.shape == (0, 5) for x in scanned(none, none, none.bool(), 1.0, 1.0))

@@ -87,7 +87,7 @@ def test_parts_of_prompts(
     assert torch.allclose(found, torch.cat(wanted), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def test_nothing_new() -> None:
+def test_no_queries_give_no_rows() -> None:
     q = torch.randn(0, 2, 16)
     keys = torch.randn(4, 16, 1, 16)
     before = Before(torch.zeros(1, 4, dtype=torch.int32), [16], [0], DEVICE)

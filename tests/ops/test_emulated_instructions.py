@@ -94,7 +94,7 @@ def test_numbers_and_integers(round: int) -> None:
 
 @pytest.mark.skipif(not HAS_PAIRS, reason="no AVX512_BF16 to compare with")
 @pytest.mark.parametrize("round", range(64))
-def test_pairs(round: int) -> None:
+def test_emulated_bfloat16_instructions_give_the_processors_bits(round: int) -> None:
     require_same("narrow", HALVES, numbers(round))
     # Half way between two numbers of bfloat16, and next to it.
     near = (bits(round) & ~0xFFFF) | torch.tensor([0x7FFF, 0x8000, 0x8001, 0x18000] * 4).int()

@@ -215,7 +215,9 @@ RULES = [
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("edits", ["", "early stops", "biases"])
-def test_sampling(rule: tuple[float, int, float, float], edits: str, monkeypatch: Any) -> None:
+def test_sampled_tokens_and_numbers_are_the_plain_paths(
+    rule: tuple[float, int, float, float], edits: str, monkeypatch: Any
+) -> None:
     from tandem.ops import sampling_gpu
 
     monkeypatch.setattr(sampling_gpu, "CHUNK", 64)
@@ -328,7 +330,9 @@ def test_quantized_weights(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma", "mistral", "opt", "gemma2"])
-def test_whole_models(family: str, fused: Callable[[bool], None]) -> None:
+def test_whole_models_have_the_plain_states_and_gradients(
+    family: str, fused: Callable[[bool], None]
+) -> None:
     """A forward and backward through all of it, projections apart."""
     model = tiny_model(family).eval()
     ids = torch.randint(4, 50, (2, 6))

@@ -46,7 +46,7 @@ def test_a_file_may_stand_first(tmp_path: Path) -> None:
         (["--sweep-dir", "x", "--sweep-stage", "1"], "sweep-stage"),
     ],
 )
-def test_mistakes(flags: list[str], message: str) -> None:
+def test_wrong_flags_of_sweep_are_refused(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_sweep([*flags, *_DATA])
 

@@ -36,7 +36,7 @@ from tandem.rewards.exact_number import last_number, reward
         ("1e-999", 0.0), ("\u0661\u0662", 12.0),
     ],
 )  # fmt: skip
-def test_last_number(text: str, number: float | None) -> None:
+def test_the_last_number_of_a_text_is_read(text: str, number: float | None) -> None:
     assert last_number(text) == (None if number is None else pytest.approx(number, rel=1e-12))
 
 

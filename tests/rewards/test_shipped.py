@@ -85,13 +85,13 @@ def test_the_chosen_letter(text: str, letter: str | None) -> None:
     assert chosen_letter(text) == letter
 
 
-def test_choice() -> None:
+def test_choice_scores_the_letter_or_the_number() -> None:
     completions = ["The answer is B", "C", "B", "x", "A"]
     answer = ["(b)", "B", 1, "A", "cats"]
     assert score("choice", completions, answer=answer) == [1.0, 0.0, 1.0, 0.0, None]
 
 
-def test_format() -> None:
+def test_format_scores_answers_that_match_the_pattern() -> None:
     completions = ["<answer>\n4</answer>", "4", "<answer>4</answer> so"]
     name = "format?pattern=<answer>.*</answer>"
     assert score(name, completions) == [1.0, 0.0, 1.0]
@@ -189,7 +189,7 @@ def _lives(path: Path) -> bool:
         return False
 
 
-def test_math_verify() -> None:
+def test_math_verify_scores_equal_expressions() -> None:
     pytest.importorskip("math_verify")
     completions = ["so \\boxed{\\frac{1}{2}}", "0.5", "the answer is $2x + x$", "7", ""]
     answer = ["1/2", "\\frac{1}{2}", "$3x$", "so #### 8", "1"]

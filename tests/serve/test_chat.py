@@ -89,7 +89,7 @@ def test_streamed_text_is_the_turn_that_is_kept(model: str) -> None:
     assert conversation.turns[-1] == Message("assistant", streamed)
 
 
-def test_commands(model: str, tmp_path: Path) -> None:
+def test_every_command_of_the_chat_answers(model: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     out = talk(
         model, "/help", "/system be brief", "hello", f"/save {file}", "/undo", "/retry",

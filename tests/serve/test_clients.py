@@ -106,7 +106,9 @@ def test_openais_asynchronous_client(openai: Any, address: str) -> None:
     assert asyncio.run(all_at_once()) == [text] * 8
 
 
-def test_llm(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, openai: Any) -> None:
+def test_the_llm_command_gets_the_same_answers(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, openai: Any
+) -> None:
     """Simon Willison's command line, which reads its models from a file."""
     pytest.importorskip("llm")
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
@@ -137,7 +139,7 @@ def test_llm(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open
 
 
 @pytest.mark.slow
-def test_langchain(address: str, openai: Any) -> None:
+def test_langchain_gets_the_same_answers(address: str, openai: Any) -> None:
     pytest.importorskip("langchain_openai")
     from langchain_core.messages import HumanMessage
     from langchain_openai import ChatOpenAI, OpenAI
@@ -246,7 +248,9 @@ def test_lm_evals_log_likelihoods_are_hugging_faces(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
-def test_schemathesis(address: str, server: Running, mode: str) -> None:
+def test_the_server_answers_as_its_description_says(
+    address: str, server: Running, mode: str
+) -> None:
     """Requests made from the served document, right and wrong; each answer must be as it says."""
     schemathesis = pytest.importorskip("schemathesis")
     from hypothesis import HealthCheck, Phase, given, settings
