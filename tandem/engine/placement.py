@@ -258,7 +258,7 @@ class Placement:
         return torch.device("cpu") if role.on_host else self.world.device
 
     def _on_host(self, model: PreTrainedModel, role: _Role) -> PreTrainedModel:
-        """The model; whole weights that are kept on the host then visit the device (`visiting`)."""
+        """The model; whole weights that are kept on the host then visit the device."""
         if role.on_host and role.plan.stage == 0:
             blocks = decoder_blocks(model)
             model.__dict__[_HOST_WEIGHTS] = HostWeights(model, blocks, self.world.device)

@@ -1,7 +1,7 @@
 """Prompts in, Rollout out.
 
 Answers run side by side over block KV memory (`session`), or, where a family's attention cannot be
-reached, through Hugging Face's `generate` (`compatible`). What is drawn is the same either way up
+reached, through Hugging Face's `generate` (`hf_generate`). What is drawn is the same either way up
 to rounding: it follows from the seed, the step and each answer's number alone.
 """
 
