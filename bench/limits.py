@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from bench.models import DTYPES
-from tandem.models.summary import flops_per_token
+from tandem.models.flops import sequence_flops
 from tandem.ops import native
 from tandem.ops.dense import linear, linear_packed, pack_weight
 from tandem.ops.rates import one_thread
@@ -71,10 +71,10 @@ def real_flops(
     """
 
     def layers(length: int) -> float:
-        return length * flops_per_token(model, length, logits=False) if length else 0.0
+        return sequence_flops(model, [length], 0) if length else 0.0
 
     samples = len(answer_lengths) // len(prompt_lengths)
-    head = flops_per_token(model, 1) - flops_per_token(model, 1, logits=False)
+    head = sequence_flops(model, [1], 1) - sequence_flops(model, [1], 0)
     total = sum(map(layers, prompt_lengths))
     for i, length in enumerate(answer_lengths):
         prompt = prompt_lengths[i // samples]

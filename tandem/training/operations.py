@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 from tandem.engine.forward import groups_of
 from tandem.engine.hybrid import RLHFEngine
 from tandem.models.beginnings import common_tokens
+from tandem.models.flops import sequence_flops
 from tandem.models.packed import computed_tokens, narrows
-from tandem.models.summary import sequence_flops
 from tandem.models.twin import decodes
 from tandem.types import Experience, Rollout, TokenBatch
 

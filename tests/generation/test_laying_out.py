@@ -26,11 +26,11 @@ from tandem.generation.make_runner import make_runner
 from tandem.generation.native_runner import NativeRunner, projections, runs_natively
 from tandem.generation.runner import TwinRunner, new_memory
 from tandem.generation.stops import Stops
+from tandem.models.flops import sequence_flops
 from tandem.models.frozen import FrozenLinear, freeze_quantized
 from tandem.models.laid_out import LaidOutWeight, lay_out
 from tandem.models.load import new_causal_lm
 from tandem.models.lora import adaptable, add_lora, lora_parameters
-from tandem.models.summary import sequence_flops
 from tandem.ops import dense, native
 from tandem.types import PromptRow, Rollout, Source
 

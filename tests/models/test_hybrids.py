@@ -18,12 +18,12 @@ from tandem.generation.generator import generate
 from tandem.generation.hf_generate import check_generation
 from tandem.generation.streaming import stream
 from tandem.memory.shape import shape_of
+from tandem.models.flops import sequence_flops
 from tandem.models.lm_head import check_head
 from tandem.models.load import load_causal_lm, new_causal_lm
 from tandem.models.meta_init import empty_causal_lm
 from tandem.models.scalar import load_scalar_model, sequence_scores
 from tandem.models.selfcheck import check_twin
-from tandem.models.summary import sequence_flops
 from tandem.models.twin import decodes, supports_packing, why_unpacked
 from tandem.types import TokenBatch
 from tests.generation.test_exactness import STOP, STOPS, by_row, prompts

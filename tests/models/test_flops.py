@@ -5,13 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
 
 from tandem.config.lora import LoraConfig
+from tandem.models.flops import sequence_flops
 from tandem.models.lora import add_lora
-from tandem.models.summary import flops_per_token
 from tandem.ops import dense
 
 from .families import VOCABULARY, tiny_model, tiny_scalar
+
+
+def flops_per_token(
+    model: PreTrainedModel, length: int, *, backward: bool = False, logits: bool = True
+) -> float:
+    num_logits = length if logits else 0
+    return sequence_flops(model, [length], num_logits, backward=backward) / length
 
 
 def counted(model: torch.nn.Module, length: int, backward: bool) -> float:

@@ -13,19 +13,6 @@ from tandem.models.blocks import attention_heads, decoder_blocks
 from tandem.models.stored import StoredWeight
 
 
-def flops_per_token(
-    model: PreTrainedModel, length: int, *, backward: bool = False, logits: bool = True
-) -> float:
-    """`sequence_flops` per token of a sequence of `length` tokens.
-
-    Args:
-        backward: add the backward pass.
-        logits: whether every token goes through the vocabulary head, or none.
-    """
-    num_logits = length if logits else 0
-    return sequence_flops(model, [length], num_logits, backward=backward) / length
-
-
 def sequence_flops(
     model: PreTrainedModel,
     lengths: Iterable[int],
