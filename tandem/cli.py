@@ -56,9 +56,9 @@ _SUMMARIES = {
 _HOMES = {
     "data": "tandem.data.check_command:data_command",
     "chat": "tandem.serve.chat_command:chat_command",
-    "serve": "tandem.serve.command:serve_command",
+    "serve": "tandem.serve.serve_command:serve_command",
     "vote": "tandem.serve.vote_command:vote_command",
-    "sweep": "tandem.plan.command:sweep_command",
+    "sweep": "tandem.plan.sweep_command:sweep_command",
     "plan": "tandem.plan.plan_command:plan_command",
     "doctor": "tandem.plan.doctor:doctor_command",
 }

@@ -195,11 +195,11 @@ def _asked(options: Any, rest: Sequence[str]) -> Asked:
 
 
 def _tables(options: Any) -> int:
-    from tandem.plan import tables
+    from tandem.plan import seed_tables
 
     if options.refit is not None:
-        tables.write_constants(tables.refit_tables())
-    return tables.show_tables(as_json=options.json)
+        seed_tables.write_constants(seed_tables.refit_tables())
+    return seed_tables.show_tables(as_json=options.json)
 
 
 def _graded(options: Any) -> int:

@@ -26,7 +26,7 @@ from tandem.plan.cases import Axes, Case, Skipped, skip_reasons, sweep_cases
 from tandem.plan.knobs import with_knobs
 from tandem.plan.processes import run_command
 from tandem.plan.results import Result, read_result, result_of, write_result
-from tandem.plan.table import summary_line, write_tables
+from tandem.plan.sweep_table import summary_line, write_tables
 
 START = "start"
 

@@ -9,7 +9,7 @@ from tandem.config.pages import Parser, home_path
 from tandem.config.spellings import listed
 from tandem.config.stages import latest_first
 from tandem.errors import ConfigError
-from tandem.serve.command import check_place, place_flags
+from tandem.serve.serve_command import check_place, place_flags
 
 
 def chat_command(args: Sequence[str]) -> int:

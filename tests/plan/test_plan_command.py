@@ -23,7 +23,7 @@ from tandem.config.schema import RunConfig
 from tandem.errors import ConfigError, ModelError
 from tandem.models.quantized import BLOCKS
 from tandem.models.slice_plans import check_sliceable
-from tandem.plan import tables
+from tandem.plan import seed_tables
 from tandem.plan.again import predict_again
 from tandem.plan.auto_layout import choose_layout
 from tandem.plan.grade import grade_table, grade_values, non_negative, refit
@@ -188,23 +188,23 @@ def test_a_plan_does_not_wait_for_torch() -> None:
 
 
 def test_the_seeds_tables_reach_the_goals() -> None:
-    rows = tables.table_rows()
+    rows = seed_tables.table_rows()
     assert len(rows) == 23
     assert sum(abs(row["ratio"] - 1) <= 0.25 for row in rows) >= 16
     assert sum(abs(row["ratio"] - 1) <= 0.5 for row in rows) >= 20
     # The constants for a hardware are fitted without it.
-    cell = tables.cells()[0]
-    others = [c for c in tables.cells() if c.hardware != cell.hardware]
-    assert tables.fit(others, 1000, tries=3) == tables.fit(others, 1000, tries=3)
+    cell = seed_tables.cells()[0]
+    others = [c for c in seed_tables.cells() if c.hardware != cell.hardware]
+    assert seed_tables.fit(others, 1000, tries=3) == seed_tables.fit(others, 1000, tries=3)
 
 
 def test_the_seeds_runs_fit_in_their_own_set_up() -> None:
-    rows = tables.table_rows()
+    rows = seed_tables.table_rows()
     assert [row["model"] for row in rows if row["tandem_hours"] is None] == []
     large = next(r for r in rows if (r["gpus"], r["model"]) == (8, "66b"))
     assert "--inference-tp-size 8 --generation-batch-size" in large["tandem_layout"]
     for adapters, rank in ((False, 0), (True, 128)):
-        config = tables._tandem_config("bf16", adapters=adapters)
+        config = seed_tables._tandem_config("bf16", adapters=adapters)
         assert (config.ppo.prompts_per_step, config.ppo.minibatch_size) == (1024, 1024)
         assert (config.ppo.epochs, config.sampling.max_new_tokens) == (1, 256)
         assert config.lora.rank == rank

@@ -27,10 +27,10 @@ from tandem.models.quantized import PackedWeight
 from tandem.models.save import save_model
 from tandem.ops import native
 from tandem.parallel.masters import cast_weights
-from tandem.serve.command import check_place, place_flags
 from tandem.serve.judging import sequence_logprobs
 from tandem.serve.loading import LoadSettings, load_policy, weight_bytes
 from tandem.serve.place import Place, put
+from tandem.serve.serve_command import check_place, place_flags
 from tandem.serve.server import describe
 from tandem.serve.sources import offer_of
 from tandem.types import Source, TokenBatch, TokenRow

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tandem.plan.cases import Skipped
 from tandem.plan.results import Result
-from tandem.plan.table import bars, csv_table, page, summary_line, text_table
+from tandem.plan.sweep_table import bars, csv_table, page, summary_line, text_table
 
 RESULT = Result(
     stage="ppo",

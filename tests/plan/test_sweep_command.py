@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.plan import command
-from tandem.plan.command import parse_sweep, sweep_command
+from tandem.plan import sweep_command as module
+from tandem.plan.sweep_command import parse_sweep, sweep_command
 
 _DATA = ["--data", "embedded"]
 
@@ -54,7 +54,7 @@ def test_wrong_flags_of_sweep_are_refused(flags: list[str], message: str) -> Non
 def test_a_dry_run_shows_cases_and_reasons(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(command, "run_sweep", lambda sweep: pytest.fail("ran"))
+    monkeypatch.setattr(module, "run_sweep", lambda sweep: pytest.fail("ran"))
     out = tmp_path / "out"
     flags = ["--sweep-dir", str(out), "--sweep-stages", "3", "--sweep-lora", "0", "--dry-run"]
     assert sweep_command([*flags, *_DATA, "--stages", "sft"]) == 0
