@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.generation.request import Request
 from tandem.generation.sampler import Draw, Sampler, TokenCounts
-from tandem.generation.scheduler import Request
 from tandem.ops import gpu
 
 _COLUMNS = ("key", "limit", "token id", "position", "token number", "place")

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tandem.errors import GenerationError, NumericsError, TandemError
 from tandem.generation.keeping import StateKeeper
+from tandem.generation.request import Request
 from tandem.generation.sampler import Draw
-from tandem.generation.scheduler import Request
 from tandem.generation.stops import Stops
 from tandem.types import PromptRow, Rollout, TokenBatch, TokenRow
 

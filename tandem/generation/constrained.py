@@ -30,7 +30,7 @@ from tandem.data.thoughts import ThoughtForm
 from tandem.errors import GenerationError
 
 if TYPE_CHECKING:
-    from tandem.generation.scheduler import Request
+    from tandem.generation.request import Request
 
 _KEPT_GRAMMARS = 32
 """Grammars that are kept compiled, for the next answer of the same form."""

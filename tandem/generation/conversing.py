@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from tandem.generation.drawn import Drawn
-from tandem.generation.scheduler import Request
+from tandem.generation.request import Request
 from tandem.types import PromptRow
 
 End = Literal["", "over", "length", "turns", "tokens", "failed"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.generation.observed import observe, read_observed
-from tandem.generation.scheduler import Request
+from tandem.generation.request import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tandem.generation.drawn import Drawn
-from tandem.generation.scheduler import Request
+from tandem.generation.request import Request
 from tandem.types import PromptRow, Rollout
 
 

@@ -28,10 +28,11 @@ from tandem.generation.keeping import StateKeeper
 from tandem.generation.limits import check_prompts, rows_together, vocabulary_size
 from tandem.generation.native_runner import NativeRunner
 from tandem.generation.record import Record
+from tandem.generation.request import Request
 from tandem.generation.request_maker import RequestMaker
 from tandem.generation.runner import kv_dtype
 from tandem.generation.sampler import Draw, Sampler
-from tandem.generation.scheduler import Request, state_slots
+from tandem.generation.scheduler import state_slots
 from tandem.generation.session import Session
 from tandem.generation.snapshots import spare_slots
 from tandem.generation.stops import Stops

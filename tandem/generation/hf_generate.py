@@ -29,8 +29,8 @@ from transformers import (
 from tandem.errors import ModelError
 from tandem.generation.constrained import allowed_tokens, take_drawn
 from tandem.generation.observed import observe, read_observed
+from tandem.generation.request import Request
 from tandem.generation.sampler import Draw, TokenCounts
-from tandem.generation.scheduler import Request
 from tandem.models.selfcheck import random_rows
 from tandem.models.source import positions_in
 from tandem.models.twin import rope_border, running

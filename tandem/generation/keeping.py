@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.generation.blocks import blocks_for
-from tandem.generation.scheduler import Entry, Group, Request
+from tandem.generation.request import Group, Request
+from tandem.generation.scheduler import Entry
 from tandem.models.blocks import decoder_blocks
 from tandem.models.replayed import KeptStates, LayerStates, replays, state_widths
 from tandem.models.twin import twin_of

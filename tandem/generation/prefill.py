@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.generation.keeping import StateKeeper
+from tandem.generation.request import Group
 from tandem.generation.runner import Runner
-from tandem.generation.scheduler import Group
 from tandem.generation.snapshots import Snapshots
 from tandem.ops import gpu
 from tandem.ops.attention_context import KVMemory

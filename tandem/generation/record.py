@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tandem.generation.request import Request
 from tandem.generation.sampler import Draw
-from tandem.generation.scheduler import Request
 
 
 class Record:

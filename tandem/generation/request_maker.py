@@ -19,8 +19,8 @@ from tandem.generation.detokenizer import AnswerText
 from tandem.generation.following import Followed, Following
 from tandem.generation.keeping import StateKeeper
 from tandem.generation.limits import check_prompts
+from tandem.generation.request import Request
 from tandem.generation.sampler import Draw, Sampler, sequence_key
-from tandem.generation.scheduler import Request
 from tandem.generation.stops import Stops
 from tandem.types import PromptRow, Rollout
 

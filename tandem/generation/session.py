@@ -27,15 +27,9 @@ from tandem.generation.native_runner import NativeRunner
 from tandem.generation.prefill import Prefill
 from tandem.generation.prefixes import PrefixPool
 from tandem.generation.record import Record
+from tandem.generation.request import Group, Request
 from tandem.generation.runner import new_memory
-from tandem.generation.scheduler import (
-    Entry,
-    Group,
-    PrefixCounts,
-    Request,
-    Scheduler,
-    state_slots,
-)
+from tandem.generation.scheduler import Entry, PrefixCounts, Scheduler, state_slots
 from tandem.generation.snapshots import Snapshots
 from tandem.models.twin import keeps_states
 from tandem.ops import gpu

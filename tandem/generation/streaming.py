@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from types import TracebackType
 
 from transformers import PreTrainedModel
 
@@ -24,10 +23,11 @@ from tandem.generation.limits import (
     vocabulary_size,
 )
 from tandem.generation.observed import TokenLogprobs
+from tandem.generation.request import Request
 from tandem.generation.request_maker import constraint_of, watched_text
 from tandem.generation.runner import kv_dtype
 from tandem.generation.sampler import Sampler, sequence_key
-from tandem.generation.scheduler import PrefixCounts, Request, state_slots
+from tandem.generation.scheduler import PrefixCounts, state_slots
 from tandem.generation.session import Session
 from tandem.generation.snapshots import spare_slots
 from tandem.generation.stops import Stops
@@ -253,12 +253,7 @@ class Conversations:
     def __enter__(self) -> Conversations:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _sampler_of(self, sampling: SamplingConfig) -> Sampler:

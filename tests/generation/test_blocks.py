@@ -20,8 +20,9 @@ from tandem.generation.blocks import (
     free_bytes,
 )
 from tandem.generation.prefixes import PrefixPool
+from tandem.generation.request import Request
 from tandem.generation.sampler import Sampler
-from tandem.generation.scheduler import Request, Scheduler
+from tandem.generation.scheduler import Scheduler
 from tandem.ops.attention_context import LayerShape
 
 SAMPLER = Sampler(SamplingConfig(), (2,), torch.device("cpu"), 99)

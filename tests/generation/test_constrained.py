@@ -28,8 +28,8 @@ from tandem.generation.constrained import (
 )
 from tandem.generation.generator import generate
 from tandem.generation.limits import vocabulary_size
+from tandem.generation.request import Request
 from tandem.generation.sampler import Sampler
-from tandem.generation.scheduler import Request
 from tandem.generation.session import Session
 from tandem.generation.stops import Stops
 from tandem.generation.streaming import Conversations, Turns

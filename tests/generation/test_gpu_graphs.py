@@ -21,8 +21,8 @@ from tandem.generation.gpu_graphs import (
     bucket_of,
     width_of,
 )
+from tandem.generation.request import Request
 from tandem.generation.sampler import Sampler
-from tandem.generation.scheduler import Request
 from tandem.ops.attention_context import KVMemory
 from tests.generation.cuda_stand_ins import Graph, stand_in
 

@@ -20,9 +20,9 @@ from tandem.generation.batch_state import Part, Rows
 from tandem.generation.generator import generate
 from tandem.generation.gpu_graphs import NoWaiting
 from tandem.generation.gpu_runner import GraphRunner
+from tandem.generation.request import Request
 from tandem.generation.runner import TwinRunner, new_memory
 from tandem.generation.sampler import Sampler
-from tandem.generation.scheduler import Request
 from tandem.models.twin import twin_of
 from tandem.ops import attention, native
 from tests.generation.cuda_stand_ins import stand_in

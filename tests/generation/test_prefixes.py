@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from tandem.config.schema import SamplingConfig
 from tandem.generation.generator import generate
 from tandem.generation.prefixes import PrefixPool
+from tandem.generation.request import Request
 from tandem.generation.runner import TwinRunner
 from tandem.generation.sampler import Sampler, sequence_key
-from tandem.generation.scheduler import Request
 from tandem.generation.session import Session
 from tandem.generation.streaming import Conversations, Turns
 from tandem.ops import attention

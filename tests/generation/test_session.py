@@ -19,8 +19,8 @@ from tandem.generation.generator import generate
 from tandem.generation.make_runner import make_runner
 from tandem.generation.native_runner import NativeRunner
 from tandem.generation.record import Record
+from tandem.generation.request import Request
 from tandem.generation.sampler import Sampler, sequence_key
-from tandem.generation.scheduler import Request
 from tandem.generation.session import Session
 from tandem.generation.stops import Stops
 from tandem.models.lm_head import vocabulary_logits

@@ -19,8 +19,9 @@ from tandem.generation.blocks import BlockPool, state_bytes
 from tandem.generation.generator import generate
 from tandem.generation.gpu_runner import GraphRunner
 from tandem.generation.prefixes import PrefixPool
+from tandem.generation.request import Request
 from tandem.generation.sampler import Sampler, sequence_key
-from tandem.generation.scheduler import Entering, Request, Scheduler, state_slots
+from tandem.generation.scheduler import Entering, Scheduler, state_slots
 from tandem.generation.session import Session
 from tandem.generation.snapshots import Snapshots, spare_slots
 from tandem.generation.streaming import Conversations, Turns

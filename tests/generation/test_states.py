@@ -15,8 +15,8 @@ from tandem.generation.blocks import affordable_blocks, affordable_slots, state_
 from tandem.generation.generator import generate
 from tandem.generation.gpu_runner import GraphRunner
 from tandem.generation.limits import rows_together
+from tandem.generation.request import Request
 from tandem.generation.sampler import Sampler, sequence_key
-from tandem.generation.scheduler import Request
 from tandem.generation.session import Session
 from tandem.models.load import new_causal_lm
 from tandem.models.twin import kv_shapes
