@@ -87,6 +87,7 @@ class MovingReference:
         targets = self._targets()
         for name, value in tensors.items():
             fill(targets[name], value)
+        self._round()
 
     def _write(self) -> None:
         """Give the reference the policy's weights, or the mixture, rounded to its own type."""
@@ -103,16 +104,15 @@ class MovingReference:
             own = local(target)
             if own.data_ptr() != piece.data_ptr():
                 own.copy_(piece)
-        if self._reference is not None and self._through_codes:
-            through_codes(self._reference, shards_of(self._reference).world.size)
+        self._round()
 
-    @property
-    def _through_codes(self) -> bool:
-        """Whether a whole reference is rounded as the policy's pieces are on their way (qwZ)."""
+    def _round(self) -> None:
+        """Round a whole reference as the policy's pieces are on their way (qwZ)."""
         if self._reference is None:
-            return False
-        plan = shards_of(self._reference).plan
-        return plan.stage == 0 and plan.quantized_weights
+            return
+        shards = shards_of(self._reference)
+        if shards.plan.stage == 0 and shards.plan.quantized_weights:
+            through_codes(self._reference, shards.world.size)
 
     def _targets(self) -> dict[str, Tensor]:
         """What of the reference moves, by the policy's parameter names."""

@@ -105,6 +105,17 @@ def test_a_second_copy_of_the_pieces_within_a_node_is_not_read_on() -> None:
     assert found == [[(False, False), (True, True)] * 2] * 4
 
 
+def continued(world: World) -> None:
+    """Pieces of stage 3 are exact; a reference that is whole has what travels between ranks."""
+    moving, _, _ = moved(world, config_of("bf16", 1, (), **QWZ), 1.0, steps=1)
+    moving.load_state_tensors({n: whole(w) for n, w in moving._learner.weights().items()})
+    check_same_start(moving._policy, moving._reference)
+
+
+def test_what_stage_3_saved_is_rounded_as_the_policy_is() -> None:
+    on_ranks(2, continued)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 1), (2, 3)])
 def test_adapters_become_the_reference_s_own(dtype: str, ranks: int, stage: int) -> None:
