@@ -159,7 +159,7 @@ def reward_at(answers: Iterable[Mapping[str, Any]], step: int) -> float:
     none was scored."""
     rewards = [x for line in answers if line["step"] == step for x in numbers([line.get("reward")])]
     scored = [reward for reward in rewards if math.isfinite(reward)]
-    return sum(scored) / len(scored) if scored else math.nan
+    return sum(sorted(scored)) / len(scored) if scored else math.nan  # in whatever order they came
 
 
 def win_rate_of_steps(

@@ -108,6 +108,7 @@ def test_a_prompt_of_several_held_out_rows_counts_once_by_its_mean_reward():
         "two": {0: [0.5], 4: [0.75]},
         "gone": {0: ["nan", 2.0], 4: [None, 2.0]},  # of what was scored: a tie
         "never": {0: [1.0], 4: ["nan"]},
+        "swapped": {0: [0.1, 0.2, 0.3], 4: [0.3, 0.2, 0.1]},  # a tie: the order of sums is no win
     }
     lines = [
         {"stage": "ppo", "step": step, "prompt_id": name, "reward": reward}
@@ -117,4 +118,4 @@ def test_a_prompt_of_several_held_out_rows_counts_once_by_its_mean_reward():
     ]
     for order in (lines, lines[::-1]):
         rate = win_rate_of_steps(followed_prompts(order, "ppo").values(), 4, against=0)
-        assert (rate.wins, rate.ties, rate.losses) == (1, 1, 1)
+        assert (rate.wins, rate.ties, rate.losses) == (1, 2, 1)
