@@ -356,6 +356,15 @@ def test_a_configuration_saved_under_earlier_names_is_read_with_one_line(
     assert not capsys.readouterr().err
 
 
+def test_the_note_on_trl_s_moving_reference_tells_the_rate_that_the_run_has() -> None:
+    config, (note,) = read("--ref_model_sync_steps 64 --dpo.loss sigmoid", "dpo")
+    assert config.reference.update_every == 64
+    assert f"reference.update_rate is {config.reference.update_rate:g} by default" in note
+    config, (*_, note) = read("--ref_model_sync_steps 64 --ref_model_mixup_alpha 0.6", "dpo")
+    assert config.reference.update_rate == 0.6
+    assert "1 by default, where TRL's is 0.6" in note
+
+
 def test_flags_and_file_share_one_note_and_flags_win(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("num_generations: 2\n")
