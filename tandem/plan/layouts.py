@@ -12,8 +12,8 @@ from itertools import product
 from typing import Any, get_args, get_type_hints
 
 from tandem.config.load import plain_values
-from tandem.config.lora import frozen_base_problems
 from tandem.config.parallel import ParallelConfig
+from tandem.config.rules import rule_problems
 from tandem.config.schema import RunConfig
 from tandem.config.stages import Stage, in_order
 from tandem.memory.model import FROZEN_BLOCKS
@@ -119,9 +119,7 @@ def layouts(
     first: list[Laid] = []
     for knobs in _candidates(config, hardware, ranks, trains_alike, few):
         changed = _changed(config, knobs)
-        if next(frozen_base_problems(changed.parallel, changed.lora), None) or (
-            changed.lora.rank and not changed.reference.takes_adapters
-        ):
+        if next(rule_problems(changed), None):
             continue  # knobs that exclude each other
         if not can_slice(changed, models):
             continue

@@ -122,6 +122,18 @@ def test_an_empty_value_is_written_as_a_shell_takes_it(
 
 
 @pytest.mark.usefixtures("machine")
+def test_no_layout_is_advised_that_the_run_s_other_knobs_exclude(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Adapters, beside a reference that moves a part of the way."""
+    asked = (*SHAPE[:2], "--stages", "dpo", "--reference.update-every", "4")
+    for rate, has_adapters in (("1", True), ("0.5", False)):
+        code, said, _ = run(capsys, *asked, "--reference.update-rate", rate)
+        assert code == 0
+        assert ("--lora-rank" in said) is has_adapters
+
+
+@pytest.mark.usefixtures("machine")
 def test_this_machine_and_the_largest(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, *SHAPE[:2], "--data", "embedded")
     assert code == 0
