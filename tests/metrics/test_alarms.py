@@ -121,7 +121,7 @@ def test_an_alarm_has_its_rules_value_and_threshold():
 def test_who_learns_the_references_distributions_is_not_told_to_learn_more_of_them():
     """The perplexity of texts then goes to the reference's, the faster the higher ptx_coef is."""
     for stage in ("distill", "grpo"):
-        (alarm,) = check_alarms(stage, history(stage, "heldout_ptx_perplexity", [2.0, 8.0]))
+        (alarm,) = check_alarms(history(stage, "heldout_ptx_perplexity", [2.0, 8.0]), {})
         assert "With grpo.ptx_target reference, choose tokens:" in alarm.advice
 
 
