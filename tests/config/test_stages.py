@@ -35,6 +35,7 @@ OTHERWISE = {
     "training/replay.py": ({"reward"}, "a column: a token's reward"),
     "metrics/table.py": ({"reward"}, "a metric, a group and a column"),
     "metrics/rewards.py": ({"reward"}, "a metric, a group and a column"),
+    "metrics/answer_views.py": ({"reward"}, "a field of the records of answers"),
     "metrics/answer_sections.py": ({"reward"}, "a field of the records of answers"),
     "serve/run_files.py": ({"reward"}, "a field of the records of answers"),
     "serve/run_views.py": ({"reward"}, "a field of the records of answers"),
