@@ -303,19 +303,20 @@ def _steps(run: RunFiles, stage: str) -> list[int]:
 def _evaluation(
     run: RunFiles, stage: str, step: int | None
 ) -> tuple[int | None, dict[str, Mapping[str, Any]]]:
-    """A step's first answer to every prompt; of several answers with their number (`answers`) and
-    their mean reward."""
+    """A step's first answer to every prompt; of several answers with their number (`answers`) and,
+    where answers have rewards, their mean."""
     steps = _steps(run, stage)
     if step is None:
         step = steps[-1] if steps else None
-    found: dict[str, Mapping[str, Any]] = {}
+    found: dict[str, Any] = {}
     for name, lines in followed_prompts(run.lines(FOLLOWED_FILE), stage).items():
         answers = [line for line in lines if line["step"] == step]
         if len(answers) == 1:
             (found[name],) = answers
         elif step is not None and answers:
-            mean = _or_none(reward_at(answers, step))
-            found[name] = {**answers[0], "answers": len(answers), "reward": mean}
+            found[name] = {**answers[0], "answers": len(answers)}
+            if any("reward" in line for line in answers):
+                found[name]["reward"] = _or_none(reward_at(answers, step))
     return step, found
 
 

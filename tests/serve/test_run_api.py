@@ -234,20 +234,22 @@ def test_a_prompt_of_several_held_out_rows_is_compared_by_its_mean_reward(tmp_pa
 
 
 def test_answers_without_rewards_have_no_win_rate(tmp_path: Path) -> None:
-    """As of distillation, or of a run beside one that scores its answers."""
+    """As of distillation, or of a run beside one that scores its answers. Nor has their mean, where
+    several held-out rows share a prompt."""
     for name in ("plain", "scored"):
         run = write_run(tmp_path / name)
         lines = [json.loads(line) for line in (run / FOLLOWED_FILE).read_text().splitlines()]
         if name == "plain":
-            lines_of(
-                run / FOLLOWED_FILE,
-                [{k: v for k, v in line.items() if k != "reward"} for line in lines],
-            )
+            plain = [{k: v for k, v in line.items() if k != "reward"} for line in lines]
+            lines_of(run / FOLLOWED_FILE, plain * 2)
     with TestClient(Starlette(routes=list(routes(tmp_path)))) as client:
         for other in ("plain", "scored"):
             found = got(client, "/plain/compare", stage="ppo", step=0, other=other)
             assert found["win_rate"] is None
             assert len(found["rows"]) == 2
+            for row in found["rows"]:
+                assert row["before"]["answers"] == 2
+                assert "reward" not in row["before"]
         assert got(client, "/scored/compare", stage="ppo", step=0)["win_rate"]["wins"] == 1
 
 
