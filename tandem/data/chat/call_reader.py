@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tandem.data.argument_types import typed
+from tandem.data.chat.spaced import Spaced, behind_space
 from tandem.data.excerpt import excerpt
-from tandem.data.spaced import Spaced, behind_space
 from tandem.data.thoughts import NO_THOUGHTS, ThoughtForm
 
 if TYPE_CHECKING:
