@@ -221,7 +221,8 @@ def asked_patterns(tokens: int, lengths: tuple[int, ...]) -> list[Tensor]:
     ends = torch.tensor(lengths).cumsum(0) - 1
     chosen = torch.rand(tokens) < 0.4
     chosen[ends[3] - 20 : ends[3]] = True
-    return [ends, chosen.nonzero()[:, 0], torch.arange(tokens // 2, tokens), ends[:0]]
+    none = torch.empty(0, dtype=torch.int64)
+    return [ends, chosen.nonzero()[:, 0], torch.arange(tokens // 2, tokens), none]
 
 
 def of_some(x: Inputs, case: Case, asked: Tensor, prefixes: Tensor | None = None) -> Tensor:

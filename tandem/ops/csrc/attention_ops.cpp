@@ -86,6 +86,13 @@ void check_asked(const Tensor& asked, const Tensor& q, int64_t tokens) {
                 " as number ", i, ".");
 }
 
+// As `Packed` takes them: null means all, and a tensor of none may be null too.
+const int64_t* tokens_of(const std::optional<Tensor>& asked) {
+  static const int64_t none = 0;
+  if (!asked) return nullptr;
+  return asked->numel() ? asked->const_data_ptr<int64_t>() : &none;
+}
+
 Tensor run_forward(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& bounds,
                    double scale, int64_t window, double softcap,
                    const std::optional<Tensor>& sinks_, const std::optional<Tensor>& prefixes_,
@@ -106,7 +113,7 @@ Tensor run_forward(const Tensor& q_, const Tensor& k_, const Tensor& v_, const T
     const Packed<T> in{rows_of<const T>(q), rows_of<const T>(k), rows_of<const T>(v),
                        static_cast<T*>(out.data_ptr()), lse ? lse->data_ptr<float>() : nullptr,
                        size, kind_of(scale, window, softcap, sinks),
-                       asked ? asked->const_data_ptr<int64_t>() : nullptr, q.size(0)};
+                       tokens_of(asked), q.size(0)};
     attend_packed(in, segments_of(bounds, prefixes));
   });
   return out;
@@ -141,7 +148,7 @@ Grads run_backward(const Tensor& grad_, const Tensor& q_, const Tensor& k_, cons
           {rows_of<const T>(q), rows_of<const T>(k), rows_of<const T>(v),
            static_cast<T*>(out.data_ptr()), lse.data_ptr<float>(), size,
            kind_of(scale, window, softcap, sinks),
-           asked ? asked->const_data_ptr<int64_t>() : nullptr, q.size(0)},
+           tokens_of(asked), q.size(0)},
           rows_of<const T>(grad), static_cast<T*>(grads.q.data_ptr()),
           static_cast<T*>(grads.k.data_ptr()), static_cast<T*>(grads.v.data_ptr()),
           delta.data_ptr<float>()};
