@@ -24,6 +24,7 @@ from tandem.memory.work import (
     forward_bytes,
     generation_bytes,
     logits_bytes,
+    narrowed_bytes,
     narrows,
     states_bytes,
 )
@@ -253,7 +254,7 @@ def _training(
 def _beginning(shape: Shape, layout: Layout, tokens: int, answered: int) -> Bytes:
     """Where a backward begins: all activations, and beside them logits or a layer's gradients:
     logits are freed before the layers' backward begins. Where the last block has few tokens behind
-    attention, the gradients of attention may be more, with what was behind it freed."""
+    attention, what comes after them may be more."""
     few = answered if 0 < answered < tokens and narrows(shape, layout) else None
     kept = activation_bytes(shape, tokens, layout, few)
     gradients = backward_bytes(shape, tokens if few is None else few, layout)
@@ -262,9 +263,8 @@ def _beginning(shape: Shape, layout: Layout, tokens: int, answered: int) -> Byte
         {"activations": kept, "logits": logits_bytes(shape, answered, layout, backward=True)},
     ]
     if few is not None:
-        gradients = backward_bytes(shape, tokens, layout)
-        kept = activation_bytes(shape, tokens, layout, 0)
-        instants.append({"activations": kept, "activations' gradients": gradients})
+        for kept, gradients in narrowed_bytes(shape, tokens, layout):
+            instants.append({"activations": kept, "activations' gradients": gradients})
     return max(instants, key=lambda parts: sum(parts.values()))
 
 

@@ -5,6 +5,8 @@ Activations are counted as in arXiv:2205.05198 (section 4.1), for the operations
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tandem.memory.dimensions import GATED_KEEPS, Shape
 from tandem.memory.model import (
     FLOAT,
@@ -44,7 +46,7 @@ def activation_bytes(shape: Shape, tokens: int, layout: Layout, wanted: int | No
 
     Args:
         wanted: tokens with which the last block goes on behind attention, where it leaves others
-            out (`narrows`); None: it leaves none out.
+            out (`narrows`), on a CPU their queries too; None: it leaves none out.
     """
     size = layout.compute_bytes
     whole = _has_whole_blocks(shape, layout)
@@ -64,9 +66,12 @@ def activation_bytes(shape: Shape, tokens: int, layout: Layout, wanted: int | No
     kept = tokens * (shape.layers * layer + ends + mixed)
     if wanted is None:
         return kept
-    behind = (1 if whole else 2) * shape.width + _inner_kept(shape, layout) * shape.inner
-    picked = shape.query_width if whole else 0  # a copy of what attention gave
-    return kept + size * (picked * wanted - (behind + shape.width) * (tokens - wanted))
+    left = size * ((2 if whole else 3) * shape.width + _inner_kept(shape, layout) * shape.inner)
+    picked = 0
+    if whole:  # which makes their queries alone, of a copy of their inputs
+        left += size * 2 * shape.query_width + FLOAT * shape.heads
+        picked = size * shape.width
+    return kept + picked * wanted - left * (tokens - wanted)
 
 
 def _mixed_bytes(shape: Shape, layout: Layout) -> float:
@@ -150,6 +155,20 @@ def backward_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
     wide = (2 if layout.lora_rank else 4) if is_gated else (3 if layout.lora_rank else 2)
     inner = max(wide * shape.inner, 2 * (shape.query_width + shape.kv_width))
     return tokens * layout.compute_bytes * (2 * shape.width + inner)
+
+
+def narrowed_bytes(shape: Shape, tokens: int, layout: Layout) -> list[tuple[float, float]]:
+    """Where the last block has few tokens behind attention (`narrows`): the activations, and the
+    gradients beside them, at the instants of a backward at which what was behind it is freed."""
+    kept = activation_bytes(shape, tokens, layout, 0)
+    gradients = backward_bytes(shape, tokens, layout)
+    if not _has_whole_blocks(shape, layout):
+        return [(kept, gradients)]
+    # Queries are as few: there are gradients of keys and values, and of the input that those make.
+    of_last = layout.compute_bytes * tokens * (2 * shape.kv_width + shape.width)
+    others = activation_bytes(replace(shape, layers=shape.layers - 1), tokens, layout)
+    others -= layout.compute_bytes * tokens * shape.width  # no norm comes behind them
+    return [(kept, of_last), (others, gradients)]
 
 
 def logits_bytes(shape: Shape, tokens: int, layout: Layout, *, backward: bool) -> float:

@@ -1,4 +1,4 @@
-"""What a reward model's step on pairs holds at once, counted, beside the formula."""
+"""What a step on pairs or answers holds at once, counted, beside the formula."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, OPTConfig, PreTrainedConfig
 
-from tandem.engine.forward import sequence_scores
+from tandem.engine.forward import response_logprobs, sequence_scores
 from tandem.memory.model import Layout
 from tandem.memory.shape import shape_of
 from tandem.memory.steps import supervised_memory
+from tandem.models.load import new_causal_lm
 from tandem.models.scalar import new_scalar_model
 from tandem.types import Source, TokenBatch, TokenRow
 from tests.predict.test_gpu_activations import _Alive
@@ -74,3 +75,34 @@ def test_a_step_on_pairs_holds_what_the_formula_says(name: str, micro_batches: l
     assert 0.97 < predicted / alive.peak < 1.2
     always = supervised_memory(shape, Layout(on_cpu=True), tokens=largest * PAIR, answered=0)
     assert plan.peak("train") <= always.peak("train")
+
+
+@pytest.mark.parametrize("answer", [2, 16, 48])
+@pytest.mark.parametrize("half", [False, True])
+def test_a_step_on_answers_holds_what_the_formula_says(half: bool, answer: int) -> None:
+    """The shorter they are, the less the last block has behind attention, and of queries."""
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=352, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=4, vocab_size=500,
+    )  # fmt: skip
+    model, rng = new_causal_lm(config, seed=0).train(), random.Random(answer)
+    model = model.bfloat16() if half else model
+    tokens, rows = 64, 24
+    mask = (False,) * (tokens - answer) + (True,) * answer
+    batch = TokenBatch.from_rows(
+        [
+            TokenRow(tuple(rng.choices(range(3, 400), k=tokens)), mask, Source("x", "x", 1))
+            for _ in range(rows)
+        ],
+        0,
+    )
+    with torch.no_grad():
+        response_logprobs(model, batch)
+    with _WithGradients(model) as alive:
+        response_logprobs(model, batch)[0].sum().backward()
+    plan = supervised_memory(
+        shape_of(config), Layout(on_cpu=True, half=half), tokens=rows * tokens,
+        answered=rows * answer, later=0,
+    )  # fmt: skip
+    predicted = plan.peak("train") - sum(plan.resting.values())
+    assert 1.0 < predicted / alive.peak < 1.1
