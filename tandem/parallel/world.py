@@ -224,11 +224,21 @@ def while_joined(make: Callable[Given, Made]) -> Callable[Given, Made]:
         # Kept until `leave`: destroying a group waits for its threads, which a fork does not have.
         key = (dist.group.WORLD, make, given, *named.items())
         if key not in _made:
+            if all(group is not dist.group.WORLD for group, *_ in _made):
+                _forget_meshes()
             _made[key] = make(*given, **named)
         found: Made = _made[key]
         return found
 
     return made
+
+
+def _forget_meshes() -> None:
+    """Let no DTensor get the mesh of a group that is gone: PyTorch keeps what layouts operations
+    gave, by meshes, which are equal if their ranks are."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
 
 
 def leave() -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tandem.parallel.dtensor import whole
+from tandem.parallel.dtensor import own_rows, whole
 from tandem.parallel.shard import ShardPlan, shard
 from tandem.parallel.tensor import tensor_group
 from tandem.parallel.world import World
@@ -27,6 +27,13 @@ def gradient(world: World, plan: dict[str, Any]) -> Tensor:
     loss.backward()
     assert isinstance(model[0].weight.grad, Tensor)
     return whole(model[0].weight.grad)
+
+
+def first_row() -> int:
+    """Of this rank's piece of a split weight."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    shard(model, list(model), ShardPlan(stage=3), World())
+    return own_rows(model[0].weight)[1]
 
 
 def twice(world: World, folder: Path, plan: dict[str, Any]) -> None:
@@ -59,8 +66,10 @@ def alone(world: World) -> None:
     with pytest.raises(RuntimeError, match="MPI"):  # torch names groups by counting attempts
         dist.init_process_group("mpi")
     first = gradient(World(), {"stage": 3})
+    assert first_row() == 0
     dist.destroy_process_group()
     assert torch.equal(gradient(World(), {"stage": 3}), first)
+    assert first_row() == 0  # asks the mesh for its group, by name
 
 
 def test_a_split_model_on_one_rank_after_the_group_of_another() -> None:
