@@ -157,7 +157,7 @@ def followed_prompts(lines: Iterable[Mapping[str, Any]], stage: str) -> dict[str
 def reward_at(answers: Iterable[Mapping[str, Any]], step: int) -> float:
     """The mean reward of a prompt's answers at a step: held-out rows may share a prompt. NaN where
     none was scored."""
-    rewards = [x for line in answers if line["step"] == step for x in numbers([line.get("reward")])]
+    rewards = numbers([line.get("reward") for line in answers if line["step"] == step])
     scored = [reward for reward in rewards if math.isfinite(reward)]
     return sum(sorted(scored)) / len(scored) if scored else math.nan  # in whatever order they came
 
