@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tandem.compact import Marks, TokenIds
 from tandem.errors import ShapeError
 from tandem.message import Answer as Answer
 from tandem.message import Message as Message
@@ -91,9 +92,13 @@ class TokenRow:
     token_ids=(40, 17, 9, 31, 2), response_mask=(False, False, False, True, True).
     """
 
-    token_ids: tuple[int, ...]
-    response_mask: tuple[bool, ...]
+    token_ids: Sequence[int]
+    response_mask: Sequence[bool]
     source: Source
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", TokenIds.of(self.token_ids))
+        object.__setattr__(self, "response_mask", Marks.of(self.response_mask))
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -182,11 +187,14 @@ class PromptRow:
     """A prompt to answer: its ids up to where the assistant begins, its turns, its columns, the
     tools that may be called (a list as JSON text)."""
 
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     messages: tuple[Message, ...]
     columns: Mapping[str, Any]
     source: Source
     tools: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", TokenIds.of(self.token_ids))
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -216,8 +224,7 @@ class TokenBatch:
     host: TokenBatch | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        tensors = (self.token_ids, self.attention_mask, self.response_mask)
-        shapes = {tuple(tensor.shape) for tensor in tensors}
+        shapes = {tuple(tensor.shape) for tensor in self._tensors}
         if len(shapes) != 1 or len(next(iter(shapes))) != 2:
             raise ShapeError(
                 f"TokenBatch tensors must share one (B, T) shape; got {sorted(shapes)}. "
@@ -244,10 +251,10 @@ class TokenBatch:
         attention_mask = torch.arange(width) < lengths[:, None]
         token_ids = torch.full(attention_mask.shape, pad_token_id, dtype=torch.long)
         response_mask = torch.zeros(attention_mask.shape, dtype=torch.bool)
-        ids = chain.from_iterable(row.token_ids for row in rows)
-        chosen = chain.from_iterable(row.response_mask for row in rows)
-        token_ids[attention_mask] = torch.tensor(list(ids), dtype=torch.long)
-        response_mask[attention_mask] = torch.tensor(list(chosen), dtype=torch.bool)
+        ids = list(chain.from_iterable(row.token_ids for row in rows))
+        token_ids[attention_mask] = torch.tensor(ids, dtype=torch.long)
+        marks = list(chain.from_iterable(row.response_mask for row in rows))
+        response_mask[attention_mask] = torch.tensor(marks, dtype=torch.bool)
         return TokenBatch(token_ids, attention_mask, response_mask)
 
     @property
@@ -281,13 +288,11 @@ class TokenBatch:
         if place.type == self.token_ids.device.type == "cpu":
             return self
         # In one transfer.
-        whole = torch.stack([self.token_ids, self.attention_mask, self.response_mask])
-        token_ids, attention_mask, response_mask = _sent(whole, place)
-        moved = TokenBatch(token_ids, attention_mask.bool(), response_mask.bool())
+        token_ids, real, response = _sent(torch.stack(self._tensors), place)
+        moved = TokenBatch(token_ids, real.bool(), response.bool())
         if place.type == "cpu":
             return moved
-        host = self.host if self.token_ids.device.type != "cpu" else self
-        return replace(moved, host=host)
+        return replace(moved, host=self if self.token_ids.device.type == "cpu" else self.host)
 
     def select(self, rows: Tensor, there: Tensor | None = None) -> TokenBatch:
         """The sequences at `rows` (M,) int64, on the host or the device, trimmed to the longest of
@@ -305,19 +310,16 @@ class TokenBatch:
         host = self.on_host()
         chosen = rows.cpu()
         width = int(host.attention_mask[chosen].sum(dim=1).max()) if len(rows) else 0
-        own = TokenBatch(
-            host.token_ids[chosen, :width],
-            host.attention_mask[chosen, :width],
-            host.response_mask[chosen, :width],
-        )
-        if host is self:
-            return own
-        return TokenBatch(
-            self.token_ids[there, :width],
-            self.attention_mask[there, :width],
-            self.response_mask[there, :width],
-            own,
-        )
+        own = host._cut(chosen, width)
+        return own if host is self else self._cut(there, width, own)
+
+    def _cut(self, rows: Tensor, width: int, host: TokenBatch | None = None) -> TokenBatch:
+        token_ids, real, response = (tensor[rows, :width] for tensor in self._tensors)
+        return TokenBatch(token_ids, real, response, host)
+
+    @property
+    def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.token_ids, self.attention_mask, self.response_mask
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,7 +171,7 @@ class Renderer:
             shown, text = template.text(cut, mark, where)
             parts = template.parts(shown, text, where, every_answer=False)
         ids, _ = self._encode(parts, mark, where)
-        return PromptRow(tuple(ids), tuple(turns), dict(columns or {}), source, listed)
+        return PromptRow(ids, tuple(turns), dict(columns or {}), source, listed)
 
     def fewest_tokens(self, messages: Sequence[Message], tools: str = "") -> int:
         """Tokens that turns have at least, by their characters; 0 if that is not known."""
@@ -215,7 +215,7 @@ class Renderer:
         answer_ids, answer_mask = self._encode([last], mark, where, ends=not goes_on)
         mask = ([False] * len(prompt_ids) if last_turn_only else before.mask) + answer_mask
         mask[0] = False  # Nothing precedes index 0 to predict it from.
-        return TokenRow(tuple(prompt_ids + answer_ids), tuple(mask), source)
+        return TokenRow(prompt_ids + answer_ids, mask, source)
 
     def learned(
         self, messages: Sequence[Message], answer: Answer, source: Source, tools: str = ""

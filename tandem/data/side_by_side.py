@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,6 +25,7 @@ from functools import partial
 from itertools import repeat
 from typing import Any, Generic, Protocol, TypeVar
 
+from tandem.compact import Marks, TokenIds
 from tandem.data.render import IN_MEMORY, Renderer
 from tandem.errors import DataError
 from tandem.message import Answer, Message
@@ -36,7 +36,7 @@ from tandem.types import PromptRow, Source, TokenRow
 
 Item = TypeVar("Item")
 Made = tuple[bytes, bytes]
-"""A row's ids as 8 bytes each, and its mask; or the number of rows that follow, without a mask."""
+"""A row's ids and its mask, packed; or the number of rows that follow, without a mask."""
 Done = tuple[list[Made], str | None]
 """The rows that an item asked for, and what the data's error said that ended it, if one did."""
 
@@ -144,7 +144,8 @@ class _Between(ABC):
         tools: str = "",
     ) -> PromptRow:
         made = self._made(lambda: self.renderer.prompt(messages, columns, source, tools))
-        return PromptRow(_ids(made), tuple(messages), dict(columns or {}), source, tools)
+        ids = TokenIds.unpacked(made[0])
+        return PromptRow(ids, tuple(messages), dict(columns or {}), source, tools)
 
     def conversation(
         self,
@@ -183,7 +184,7 @@ class _HandsOut(_Between):
     def _all_made(self, ask: Callable[[], Sequence[TokenRow]]) -> list[Made]:
         if (number := self._next()) is None:
             return [_made_of(row) for row in ask()]
-        return [next(self.ahead) for _ in range(_ids(number)[0])]
+        return [next(self.ahead) for _ in range(TokenIds.unpacked(number[0])[0])]
 
     def _next(self) -> Made | None:
         """What was made ahead; None if the renderer has to be asked."""
@@ -205,21 +206,17 @@ class _Listens(_Between):
 
     def _all_made(self, ask: Callable[[], Sequence[TokenRow]]) -> list[Made]:
         made = [_made_of(row) for row in ask()]
-        self.heard += [(array("q", [len(made)]).tobytes(), b""), *made]
+        self.heard += [(TokenIds([len(made)]).packed, b""), *made]
         return made
 
 
 def _made_of(row: PromptRow | TokenRow) -> Made:
-    mask = row.response_mask if isinstance(row, TokenRow) else ()
-    return array("q", row.token_ids).tobytes(), bytes(mask)
+    marks = row.response_mask if isinstance(row, TokenRow) else ()
+    return TokenIds.of(row.token_ids).packed, Marks.of(marks).packed
 
 
 def _token_row(made: Made, source: Source) -> TokenRow:
-    return TokenRow(_ids(made), tuple(map(bool, made[1])), source)
-
-
-def _ids(made: Made) -> tuple[int, ...]:
-    return tuple(array("q", made[0]))
+    return TokenRow(TokenIds.unpacked(made[0]), Marks.unpacked(made[1]), source)
 
 
 @dataclass

@@ -108,7 +108,7 @@ class RequestMaker:
         """`names`: what keys its randomness beside seed and step."""
         return Request(
             number,
-            row.token_ids,
+            tuple(row.token_ids),
             sequence_key(self.seed, self.step, *names),
             self.sampler,
             self.sampling.max_new_tokens,

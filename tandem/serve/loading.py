@@ -116,7 +116,7 @@ class Loaded:
         Raises:
             DataError: the tokenizer refuses the text.
         """
-        return self.renderer.document(text, IN_MEMORY).token_ids[:-1]
+        return tuple(self.renderer.document(text, IN_MEMORY).token_ids[:-1])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids, control tokens shown by name."""

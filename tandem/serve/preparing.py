@@ -77,10 +77,9 @@ async def prepare_chat(
             raise no_tools()
         if tools:  # how calls are read is found out once, which takes a moment
             renderer.spoken("", tools, ())
-        thoughts = thoughts_behind(renderer, row.token_ids)
-        return Prepared(
-            row.token_ids, tuple(messages), tools=tools, thoughts=thoughts, renderer=renderer
-        )
+        ids = tuple(row.token_ids)
+        thoughts = thoughts_behind(renderer, ids)
+        return Prepared(ids, tuple(messages), tools=tools, thoughts=thoughts, renderer=renderer)
 
     prepared = await service.in_text_thread(rendered)
     if wish == NO_WISH:
@@ -99,7 +98,8 @@ async def prepare_chat(
 def _begun(renderer: Renderer, messages: Sequence[Message]) -> Prepared:
     """A conversation as ids, up to the end of the last turn's text."""
     *asked, last = messages
-    ids = renderer.conversation(asked, last.content, IN_MEMORY, True, goes_on=True).token_ids
+    row = renderer.conversation(asked, last.content, IN_MEMORY, True, goes_on=True)
+    ids = tuple(row.token_ids)
     begun = last.content
     thoughts = thoughts_within(renderer, begun) if begun else thoughts_behind(renderer, ids)
     return Prepared(ids, tuple(asked), thoughts=thoughts, begun=begun, renderer=renderer)

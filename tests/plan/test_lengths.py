@@ -56,7 +56,7 @@ def test_lengths_are_those_of_the_rows_that_a_run_trains_on(
     assert found["ppo"].tokens == pytest.approx(sum(prompts) / len(prompts), abs=1)
     assert found["ppo"].longest == pytest.approx(max(prompts), abs=1)
     assert found["sft"].tokens == pytest.approx(sum(texts) / len(texts), abs=2)
-    tokens = sorted(prompt.token_ids for prompt in rows.prompts)
+    tokens = sorted(tuple(prompt.token_ids) for prompt in rows.prompts)
     common = [
         next(i for i in range(len(b)) if a[: i + 1] != b[: i + 1]) for a, b in pairwise(tokens)
     ]
