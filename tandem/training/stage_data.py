@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -41,10 +41,12 @@ from tandem.types import (
     PairRow,
     PromptRow,
     RankedRow,
+    Sample,
     Source,
     TokenRow,
 )
 
+Item = TypeVar("Item")
 TRAINED_ON = "begins like a row that the run trains on"
 """The note on such a row of other data."""
 _SHUFFLE = 2**63  # an epoch number that no training order uses
@@ -190,7 +192,9 @@ def _prepared(
     if "prompts" in shares:
         prompts = as_prompts(data.prompts, use="prompts")
     elif "reward model" in readers:  # prompts to normalize the scores on: PPO's, or the pairs' own
-        prompts = as_prompts(data.prompts or data.pairs, use=None, room=prompt_room)
+        some = shuffled(data.prompts or data.pairs, config.seed)
+        measured = partial(as_prompts, use=None, room=prompt_room)
+        prompts = _first_that_fit(some, measured, config.reward.normalize_prompts)
     compared, heldout = rankings_of(data.pairs), rankings_of(data.heldout)
     return StepRows(
         renderer=renderer,
@@ -345,6 +349,18 @@ class _Spread:
         return found
 
 
-def shuffled(rows: list[Row], seed: int) -> list[Row]:
+def _first_that_fit(
+    samples: Sequence[Sample], rendered: Callable[[Sequence[Sample]], list[PromptRow]], most: int
+) -> list[PromptRow]:
+    """At most so many of the samples as prompts; few more are rendered than it takes."""
+    found: list[PromptRow] = []
+    for begin in range(0, len(samples), max(most, 1)):
+        if len(found) >= most:
+            break
+        found += rendered(samples[begin : begin + most])
+    return found[:most]
+
+
+def shuffled(rows: list[Item], seed: int) -> list[Item]:
     """The rows in an order that depends on the seed."""
     return [rows[i] for i in permutation(len(rows), seed, _SHUFFLE)] if rows else rows

@@ -27,6 +27,7 @@ def config(tmp_path: Path, tiny_model: str, preferences: str) -> RunConfig:
     return tiny_config(
         tmp_path / "run", tiny_model, preferences, dataset__split=[],
         sft__max_steps=1, reward__max_steps=1, ppo__steps=1, ppo__eval_prompts=2,
+        reward__normalize_prompts=ROWS,
     )  # fmt: skip
 
 

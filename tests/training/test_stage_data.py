@@ -236,3 +236,42 @@ def test_a_run_notes_rows_that_look_rendered(tmp_path: Path, tiny_model: str) ->
     assert told in line
     at = f"{tmp_path / 'rows.jsonl'}:1"
     assert line.endswith(f"or prompt and answer without them: 3 (the first: {at})")
+
+
+def test_a_reward_model_alone_renders_the_prompts_that_it_is_normalized_on(
+    tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = []
+    for number in range(300):
+        prompt = f"What is {number}?" + " And then?" * (20 * (number % 2))
+        lines.append({"prompt": prompt, "chosen": f"It is {number}.", "rejected": "I forget."})
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rendered: list[Source] = []
+    prompt = Renderer.prompt
+
+    def heard(self: Renderer, messages: Any, columns: Any, source: Source, tools: str) -> Any:
+        rendered.append(source)
+        return prompt(self, messages, columns, source, tools)
+
+    monkeypatch.setattr(Renderer, "prompt", heard)
+
+    def prompts(most: int) -> list[Source]:
+        config = tiny_config(
+            tmp_path / "run", tiny_model, str(data), stages=["reward"], dataset__split=[],
+            dataset__heldout=0.0, dataset__max_prompt_tokens=40, dataset__max_tokens=60,
+            dataset__on_long_row="drop", reward__normalize_prompts=most,
+        )  # fmt: skip
+        rendered.clear()
+        rows = prepare_rows(config, tiny_model, tiny_model)
+        assert all(len(row) <= 40 for row in rows.prompts)
+        return [row.source for row in rows.prompts]
+
+    assert prompts(0) == rendered == []
+    some = prompts(16)
+    assert len(some) == len(set(some)) == 16
+    assert 16 < len(rendered) < 100, "about half of them are too long"
+    assert set(some) <= set(rendered)
+    assert max(source.line for source in some) > 100, "not the file's first"
+    assert len(prompts(10_000)) == 150, "all that fit"
+    assert len(rendered) == 300
