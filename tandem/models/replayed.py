@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from tandem.models.cpu_blocks import PlainBlock, plain_block
 from tandem.ops import layer, summed
 from tandem.ops.attention import attend
 from tandem.ops.attention_context import Packed, attending
-from tandem.ops.gpu import opened_sums
+from tandem.ops.gpu import Sums, opened_sums
 
 
 class LayerStates(NamedTuple):
@@ -176,103 +176,99 @@ def _layer_back(
         attended = attend(block.layer, queries, keys, values, block.kind, wanted)
     mixed = attended.detach().flatten(1)
     four = [leaves[7], *leaves[10:]]
-    with _sums(four, [needed[7], *needed[10:]]) as (totals, are_new):
+    with _sums(four, [needed[7], *needed[10:]]) as sums:
         of_mixed, of_sum, of_bias, of_second, *of_four = layer.after_backward(
             given, mixed, kept.hidden, kept.inner, out, (second, *block.second), gate, up, down,
-            block.tanh, [True, True, needed[8], needed[9], needed[7], *needed[10:]],
-            totals, are_new, rows=there,
+            block.tanh, [True, True, needed[8], needed[9], needed[7], *needed[10:]], sums,
+            rows=there,
         )  # fmt: skip
     assert of_mixed is not None
     assert of_sum is not None
-    of_turned = torch.autograd.grad(attended, (queries, keys, values), of_mixed.view_as(attended))
+    of_q, of_k, of_v = torch.autograd.grad(
+        attended, (queries, keys, values), of_mixed.view_as(attended)
+    )
     inputs, those = (plan.layers[number - 1].out, rows) if number else (x, None)
-    back = _before_back if wanted is None else _before_few_back
-    with _sums(leaves[1:4], needed[1:4]) as (totals, are_new):
-        of_x, of_norm, *of_three = back(
-            plan, block, [*of_turned, of_sum], inputs, those, norm, [q, k, v], needed[:7], totals,
-            are_new,
+    with _sums(leaves[1:4], needed[1:4]) as sums:
+        before = _Before(
+            inputs, those, (norm, *block.first), [q, k, v], plan.cos, plan.sin, block.head_dim,
+            needed[:7], sums,
         )  # fmt: skip
+        of_x, of_norm, *of_three = before.gradients(of_q, of_k, of_v, of_sum, wanted)
     assert of_x is not None
     of_out, *of_rest = of_four
     return of_x, [of_norm, *of_three, of_out, of_bias, of_second, *of_rest]
 
 
-def _before_back(
-    plan: _Plan,
-    block: PlainBlock,
-    given: Sequence[Tensor | None],
-    inputs: Tensor,
-    rows: Tensor | None,
-    norm: Tensor,
-    weights: Sequence[Tensor],
-    needed: Sequence[bool],
-    totals: Sequence[Tensor | None],
-    are_new: int,
-    of: Tensor | None = None,
-) -> list[Tensor | None]:
-    """`layer.before_backward` of `rows` of inputs, all if None, or of those that `of` names of
-    them."""
-    cos, sin = plan.cos, plan.sin
-    if of is not None:
-        cos, sin, rows = cos[of], sin[of], of if rows is None else rows[of]
-    return layer.before_backward(
-        given, inputs, (norm, *block.first), weights, cos, sin, block.head_dim, [True, *needed],
-        totals, are_new, rows=rows,
-    )  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What of a layer is before attention, as `layer.before_backward` takes it.
 
+    rows: those of x that are meant, all if None. needed: of norm, weights and biases.
+    """
 
-def _before_few_back(
-    plan: _Plan,
-    block: PlainBlock,
-    given: Sequence[Tensor],
-    inputs: Tensor,
-    rows: Tensor | None,
-    norm: Tensor,
-    weights: Sequence[Tensor],
-    needed: Sequence[bool],
-    totals: Sequence[Tensor | None],
-    are_new: int,
-) -> list[Tensor | None]:
-    """The same where the rows wanted alone have queries, summed as `layer.before_attention` of rows
-    `asked` for is, to the bit."""
-    of_q, of_k, of_v, of_sum = given
-    wanted = plan.wanted
-    assert wanted is not None
-    if inputs.dtype != torch.float32:
-        of_q, of_sum = (
-            part.new_zeros(len(plan.rows), *part.shape[1:]).index_copy_(0, wanted, part)
-            for part in (of_q, of_sum)
+    x: Tensor
+    rows: Tensor | None
+    norm: tuple[Tensor, float, bool]
+    weights: Sequence[Tensor]
+    cos: Tensor
+    sin: Tensor
+    head_dim: int
+    needed: Sequence[bool]
+    sums: Sums
+
+    def gradients(
+        self, of_q: Tensor, of_k: Tensor, of_v: Tensor, of_sum: Tensor, wanted: Tensor | None
+    ) -> list[Tensor | None]:
+        """Gradients of x, norm, weights and biases. Where rows `wanted` alone have queries, they
+        are summed as `layer.before_attention` of rows `asked` for sums them, to the bit."""
+        if wanted is None:
+            return self._back(of_q, of_k, of_v, of_sum)
+        if self.x.dtype != torch.float32:
+            of_q, of_sum = (
+                part.new_zeros(len(self.cos), *part.shape[1:]).index_copy_(0, wanted, part)
+                for part in (of_q, of_sum)
+            )
+            return self._back(of_q, of_k, of_v, of_sum)
+        queries, others = self._at(wanted)._only(True, False, False), self._only(False, True, True)
+        of_few, norm_of_few, grad_q, _, _, grad_bias_q, _, _ = queries._back(
+            of_q, None, None, of_sum
         )
-        return _before_back(
-            plan, block, [of_q, of_k, of_v, of_sum], inputs, rows, norm, weights, needed, totals,
-            are_new,
+        of_x, norm_of_all, _, grad_k, grad_v, _, grad_bias_k, grad_bias_v = others._back(
+            None, of_k, of_v, None
+        )
+        assert of_x is not None
+        assert of_few is not None
+        of_x.index_add_(0, wanted, of_few)
+        if norm_of_all is not None and norm_of_few is not None:
+            norm_of_all += norm_of_few
+        return [of_x, norm_of_all, grad_q, grad_k, grad_v, grad_bias_q, grad_bias_k, grad_bias_v]
+
+    def _back(self, *given: Tensor | None) -> list[Tensor | None]:
+        return layer.before_backward(
+            given, self.x, self.norm, self.weights, self.cos, self.sin, self.head_dim,
+            [True, *self.needed], self.sums, rows=self.rows,
         )  # fmt: skip
-    none, (q, k, v) = weights[0].new_empty(0, inputs.shape[1]), weights
-    of_norm, has_q, has_k, has_v, bias_q, bias_k, bias_v = needed
-    of_few, norm_of_few, grad_q, _, _, grad_bias_q, _, _ = _before_back(
-        plan, block, [of_q, None, None, of_sum], inputs, rows, norm, [q, none, none],
-        [of_norm, has_q, False, False, bias_q, False, False], [totals[0], None, None], are_new & 1,
-        wanted,
-    )  # fmt: skip
-    of_x, norm_of_all, _, grad_k, grad_v, _, grad_bias_k, grad_bias_v = _before_back(
-        plan, block, [None, of_k, of_v, None], inputs, rows, norm, [none, k, v],
-        [of_norm, False, has_k, has_v, False, bias_k, bias_v], [None, *totals[1:]], are_new & ~1,
-    )  # fmt: skip
-    assert of_x is not None
-    assert of_few is not None
-    of_x.index_add_(0, wanted, of_few)
-    if norm_of_all is not None and norm_of_few is not None:
-        norm_of_all += norm_of_few
-    return [of_x, norm_of_all, grad_q, grad_k, grad_v, grad_bias_q, grad_bias_k, grad_bias_v]
+
+    def _at(self, places: Tensor) -> _Before:
+        """The same of some of its rows."""
+        rows = places if self.rows is None else self.rows[places]
+        return replace(self, rows=rows, cos=self.cos[places], sin=self.sin[places])
+
+    def _only(self, *chosen: bool) -> _Before:
+        """The same of the chosen ones of its three weights."""
+        none, (of_norm, *needed) = self.weights[0].new_empty(0, self.x.shape[1]), self.needed
+        return replace(
+            self,
+            weights=[w if this else none for w, this in zip(self.weights, chosen, strict=True)],
+            needed=[of_norm, *(n and this for n, this in zip(needed, chosen * 2, strict=True))],
+            sums=self.sums.only(chosen),
+        )
 
 
 @contextmanager
-def _sums(
-    leaves: Sequence[Tensor], needed: Sequence[bool]
-) -> Iterator[tuple[list[Tensor | None], int]]:
-    """Within: where these weights' gradients are added as they are made, None where they are
-    returned: the optimizer's sums of bfloat16 weights, and gradients of float32 ones that are there
-    already."""
+def _sums(leaves: Sequence[Tensor], needed: Sequence[bool]) -> Iterator[Sums]:
+    """Within: where these weights' gradients are added as they are made: the optimizer's sums of
+    bfloat16 weights, and gradients of float32 ones that are there already."""
     adds = summed.adds()
     if any(map(summed.keeps, leaves)):
         with opened_sums(leaves, needed, adds) as opened:
@@ -282,4 +278,4 @@ def _sums(
         weight.grad if adds and need and summed.adds_to_grad(weight) else None
         for weight, need in zip(leaves, needed, strict=True)
     ]
-    yield totals, 0
+    yield Sums(totals)

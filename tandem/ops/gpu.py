@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -157,12 +157,24 @@ def weight_gradient(weight: Tensor, of_out: Tensor, x: Tensor) -> Tensor | None:
     return None
 
 
+class Sums(NamedTuple):
+    """float32 sums that a backward adds several weights' gradients to, None where it returns them.
+
+    are_new: a bit for each that holds nothing yet and has to be written over.
+    """
+
+    totals: Sequence[Tensor | None]
+    are_new: int = 0
+
+    def only(self, chosen: Sequence[bool]) -> Sums:
+        """Those of the chosen weights."""
+        totals = [total if this else None for total, this in zip(self.totals, chosen, strict=True)]
+        return Sums(totals, self.are_new & sum(this << k for k, this in enumerate(chosen)))
+
+
 @contextmanager
-def opened_sums(
-    weights: Sequence[Tensor], needed: Sequence[bool], adds: bool
-) -> Iterator[tuple[list[Tensor | None], int]]:
-    """Within: the sums (None where there is none) that a backward adds several weights' gradients
-    to, and a bit for each that was made just now and has to be written over.
+def opened_sums(weights: Sequence[Tensor], needed: Sequence[bool], adds: bool) -> Iterator[Sums]:
+    """Within: the sums that a backward adds several weights' gradients to.
 
     Args:
         needed: which weights need a gradient. One that a hook wants to see goes into no sum.
@@ -175,7 +187,7 @@ def opened_sums(
             if adds and needed[number] and not weight._backward_hooks:
                 totals[number], is_new = _open_sum(weight)
                 are_new |= is_new << number
-        yield totals, are_new
+        yield Sums(totals, are_new)
     except BaseException:  # who goes on after it must not find what memory held
         for number, total in enumerate(totals):
             if total is not None and are_new >> number & 1:

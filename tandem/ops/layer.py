@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.ops import native, summed
-from tandem.ops.gpu import opened_sums
+from tandem.ops.gpu import Sums, opened_sums
 
 
 class Norm(NamedTuple):
@@ -153,8 +153,7 @@ def before_backward(
     sin: Tensor,
     head_dim: int,
     needed: Sequence[bool],
-    totals: Sequence[Tensor | None],
-    are_new: int,
+    sums: Sums,
     adapters: Sequence[Tensor | None] = (),
     scales: Sequence[float] = (),
     rows: Tensor | None = None,
@@ -164,8 +163,7 @@ def before_backward(
     Args:
         given: of its four results.
         needed: which of them are wanted.
-        totals: float32 sums that weights' gradients are added to, of which the bits of `are_new`
-            say which hold nothing yet; None where they are returned.
+        sums: of the weights.
         adapters, scales: down and up of each weight, None where it has none; a scale for each.
         rows: (N,) int64, those of x that are meant where it holds more, in this order.
     """
@@ -180,8 +178,7 @@ def before_backward(
         adapters,
         scales,
         _bits(needed),
-        totals,
-        are_new,
+        *sums,
         rows,
     )
     return made
@@ -199,8 +196,7 @@ def after_backward(
     down: Tensor,
     tanh: bool,
     needed: Sequence[bool],
-    totals: Sequence[Tensor | None],
-    are_new: int,
+    sums: Sums,
     adapters: Sequence[Tensor | None] = (),
     scales: Sequence[float] = (),
     rows: Tensor | None = None,
@@ -210,7 +206,7 @@ def after_backward(
 
     Args:
         hidden, both: the sum behind attention; gate and up side by side.
-        needed, totals, are_new, adapters, scales: as of `before_backward`.
+        needed, sums, adapters, scales: as of `before_backward`.
         rows: (N,) int64, those of hidden and both that are meant where these hold more.
     """
     made: list[Tensor | None] = _op("after_attention_backward")(
@@ -227,8 +223,7 @@ def after_backward(
         adapters,
         scales,
         _bits(needed),
-        totals,
-        are_new,
+        *sums,
         rows,
     )
     return made
@@ -313,10 +308,10 @@ class _Before(torch.autograd.Function):
         wanted = made.each(needs[11:], stored=False)
         needed = [*needs[:2], *wanted[:3], *needs[8:11], *wanted[3:]]
         weights, beside, scales = made.of(tensors, x.dtype)
-        with opened_sums(leaves, wanted, summed.adds()) as (totals, are_new):
+        with opened_sums(leaves, wanted, summed.adds()) as sums:
             of_x, of_norm, *others = before_backward(
-                given, x, (norm, eps, offset), weights, cos, sin, head_dim, needed, totals, are_new,
-                beside, scales,
+                given, x, (norm, eps, offset), weights, cos, sin, head_dim, needed, sums, beside,
+                scales,
             )  # fmt: skip
         of_tensors = made.gradients(others[:3], others[6:])
         return of_x, of_norm, None, None, None, None, None, None, *others[3:6], *of_tensors
@@ -349,10 +344,10 @@ class _After(torch.autograd.Function):
         wanted = made.each(needs[9:], stored=False)
         weights, beside, scales = made.of(tensors, attended.dtype)
         out, gate, up, down = weights
-        with opened_sums(leaves, wanted, summed.adds()) as (totals, are_new):
+        with opened_sums(leaves, wanted, summed.adds()) as sums:
             found = after_backward(
                 given, attended, hidden, both, out, (norm, eps, offset), gate, up, down, tanh,
-                [*needs[:4], *wanted], totals, are_new, beside, scales,
+                [*needs[:4], *wanted], sums, beside, scales,
             )  # fmt: skip
         of_tensors = made.gradients(found[4:8], found[8:])
         return *found[:4], None, None, None, None, None, *of_tensors

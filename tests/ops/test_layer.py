@@ -587,14 +587,14 @@ def test_rows_read_where_they_lie_give_the_bits_of_gathered_ones(
     def before_back(x: Tensor, rows: Tensor | None) -> list[Tensor | None]:
         return layer.before_backward(
             of_before, x, norm, (given.q, given.k, given.v), *angles(shape, 300, dtype), shape.head,
-            [True] * 8, [None] * 3, 0, rows=rows,
+            [True] * 8, gpu.Sums([None] * 3), rows=rows,
         )  # fmt: skip
 
     def after_back(hidden: Tensor, both: Tensor, rows: Tensor | None) -> list[Tensor | None]:
         return layer.after_backward(
             of_after, given.attended, hidden, both, given.out,
             (given.second, 1e-5, shape.offset), given.gate, given.up, given.down, shape.tanh,
-            [True] * 8, [None] * 4, 0, rows=rows,
+            [True] * 8, gpu.Sums([None] * 4), rows=rows,
         )  # fmt: skip
 
     pairs = [
@@ -623,7 +623,8 @@ def test_rows_that_are_not_there_are_refused(rows: Tensor, message: str) -> None
         layer.after_backward(
             given.residual, given.attended, torch.zeros(3, shape.width),
             torch.zeros(3, 2 * shape.inner), given.out, (given.second, 1e-5, shape.offset),
-            given.gate, given.up, given.down, shape.tanh, [True] * 8, [None] * 4, 0, rows=rows,
+            given.gate, given.up, given.down, shape.tanh, [True] * 8,
+            gpu.Sums([None] * 4), rows=rows,
         )  # fmt: skip
 
 
