@@ -147,7 +147,7 @@ def quantize_into(
     """
     _check(codes, scales, x, code, numels)
     if _native(x):
-        _op("blockwise_quantize_")(x, codes, scales, code.number, code.block, [*numels])
+        native.op("blockwise_quantize_")(x, codes, scales, code.number, code.block, [*numels])
         return
     encode = _for_device(_ENCODERS[code.kind], x)
     padded = _pad(x, numels, code.block).view(-1, code.block)
@@ -170,7 +170,7 @@ def dequantize_into(
     """
     _check(codes, scales, out, code, numels)
     if _native(out):
-        _op("blockwise_dequantize_")(codes, scales, out, code.number, code.block, [*numels])
+        native.op("blockwise_dequantize_")(codes, scales, out, code.number, code.block, [*numels])
         return
     if gpu.fuses(out) and out.is_contiguous() and out.shape[0] == len(codes) == len(numels) == 1:
         from tandem.ops.quantized_gpu import KINDS, dequantize_gpu  # imports Triton
@@ -217,7 +217,9 @@ def linear(
     Returns:
         (..., outputs).
     """
-    made: Tensor = _op("linear_coded")(x, codes, scales, code.number, code.block, outputs, bias)
+    made: Tensor = native.op("linear_coded")(
+        x, codes, scales, code.number, code.block, outputs, bias
+    )
     return made
 
 
@@ -347,8 +349,3 @@ def _check(
 
 def _native(x: Tensor) -> bool:
     return x.is_cpu and native.available()
-
-
-@cache
-def _op(name: str) -> Any:
-    return getattr(torch.ops.tandem, name).default

@@ -7,9 +7,6 @@ our kernels (`gpu`).
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,14 +21,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if _native(x) and weight.dtype == x.dtype:
         if summed.sums(weight):
             return SummedLinear.apply(x, weight, bias)
-        return _op("linear")(x, weight, bias)
+        return native.op("linear")(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
 def pack_weight(weight: Tensor) -> Tensor:
     """A weight (out, in) laid out for `linear_packed`, which reads it faster; a copy."""
     if _native(weight):
-        return _op("pack_weight")(weight.detach())
+        return native.op("pack_weight")(weight.detach())
     return weight.detach().clone(memory_format=torch.contiguous_format)
 
 
@@ -40,7 +37,7 @@ def linear_packed(
 ) -> Tensor:
     """`linear` on what `pack_weight` made, the same to the last bit, without gradient."""
     if _native(x):
-        return _op("linear_packed")(x, packed, outputs, inputs, bias)
+        return native.op("linear_packed")(x, packed, outputs, inputs, bias)
     return F.linear(x, packed.view(outputs, inputs), bias)
 
 
@@ -54,7 +51,7 @@ def embedding(token_ids: Tensor, weight: Tensor, padding_idx: int | None = None)
         padding = -1 if padding_idx is None else padding_idx
         if summed.sums(weight):
             return SummedEmbedding.apply(token_ids, weight, padding)
-        return _op("embedding")(token_ids, weight, padding)
+        return native.op("embedding")(token_ids, weight, padding)
     return F.embedding(token_ids, weight, padding_idx)
 
 
@@ -64,7 +61,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -
     unit_offset: Gemma's, x / rms(x) * (1 + weight), rounded once.
     """
     if _native(x) and weight.dtype in _DTYPES:
-        return _op("rms_norm")(x, weight, eps, unit_offset)
+        return native.op("rms_norm")(x, weight, eps, unit_offset)
     if gpu.fuses(x) and weight.dtype == x.dtype:
         from tandem.ops.layer_gpu import RMS, UNIT_OFFSET, add_norm  # imports Triton
 
@@ -82,7 +79,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     The first R columns of q (N, Hq, D) and k (N, Hkv, D) turn by cos and sin (N, R).
     """
     if _native(q) and q.dtype == k.dtype == cos.dtype:
-        return _op("rotary")(q, k, cos, sin)
+        return native.op("rotary")(q, k, cos, sin)
 
     def turned(x: Tensor) -> Tensor:
         width = cos.shape[-1]
@@ -96,28 +93,28 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 def silu(x: Tensor) -> Tensor:
     """x / (1 + e^-x), x (..., I); on a CPU a number's bits do not depend on its place, which
     torch's do where vectors end."""
-    return _op("silu")(x) if _native(x) else F.silu(x)
+    return native.op("silu")(x) if _native(x) else F.silu(x)
 
 
 def gelu(x: Tensor, *, tanh: bool = False) -> Tensor:
     """x times the normal distribution's share below x, or its tanh approximation; on a CPU
     with the same bits wherever a number stands, as `silu`."""
     if _native(x):
-        return _op("gelu_tanh" if tanh else "gelu")(x)
+        return native.op("gelu_tanh" if tanh else "gelu")(x)
     return F.gelu(x, approximate="tanh" if tanh else "none")
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up (arXiv:2002.05202), both (..., I)."""
     if _native(gate) and gate.dtype == up.dtype:
-        return _op("swiglu")(gate, up)
+        return native.op("swiglu")(gate, up)
     return F.silu(gate) * up
 
 
 def geglu_tanh(gate: Tensor, up: Tensor) -> Tensor:
     """gelu(gate) * up, both (..., I), with the tanh approximation."""
     if _native(gate) and gate.dtype == up.dtype:
-        return _op("geglu_tanh")(gate, up)
+        return native.op("geglu_tanh")(gate, up)
     return F.gelu(gate, approximate="tanh") * up
 
 
@@ -146,7 +143,7 @@ def token_logprobs(
     """
     _check_rows(logits, temperature, targets=targets)
     if _native(logits):
-        return _op("token_logprobs")(logits, targets, temperature, with_entropy, keep_logits)
+        return native.op("token_logprobs")(logits, targets, temperature, with_entropy, keep_logits)
     if gpu.fuses(logits):
         from tandem.ops.logprobs_gpu import TokenLogprobs  # imports Triton
 
@@ -189,7 +186,7 @@ def sample(
     """
     _check_rows(logits, temperature, keys=keys, token_numbers=token_numbers)
     if _native(logits):
-        return _op("sample")(logits.detach(), keys, token_numbers, temperature)
+        return native.op("sample")(logits.detach(), keys, token_numbers, temperature)
     logits = logits.detach()
     cumulative = torch.softmax(logits.float() / temperature, -1).cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:].contiguous()
@@ -241,8 +238,3 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 def _native(x: Tensor) -> bool:
     return x.is_cpu and x.dtype in _DTYPES and native.available()
-
-
-@cache
-def _op(name: str) -> Any:
-    return getattr(torch.ops.tandem, name).default

@@ -8,7 +8,6 @@ have an adapter beside it, or be kept in another form and unpacked on use.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -96,11 +95,13 @@ def before_attention(
         )  # fmt: skip
         return q, k, v, residual
     if _are_plain(weights, adapters):
-        return _op("before_attention")(x, *norm, weights, biases, cos, sin, head_dim, [], [])
+        return native.op("before_attention")(x, *norm, weights, biases, cos, sin, head_dim, [], [])
     made, tensors = _flattened(weights, adapters)
     if not _is_differentiated(x, norm.weight, *biases, *tensors):
         own, beside, scales = made.of(tensors, x.dtype)
-        return _op("before_attention")(x, *norm, own, biases, cos, sin, head_dim, beside, scales)
+        return native.op("before_attention")(
+            x, *norm, own, biases, cos, sin, head_dim, beside, scales
+        )
     return _Before.apply(x, *norm, cos, sin, head_dim, made, *biases, *tensors)
 
 
@@ -131,13 +132,13 @@ def after_attention(
     weight, bias = out
     weights = weight, gate, up, down
     if _are_plain(weights, adapters):
-        return _op("after_attention")(
+        return native.op("after_attention")(
             attended, residual, weight, bias, *norm, gate, up, down, tanh, recomputes, [], []
         )
     made, tensors = _flattened(weights, adapters)
     if not _is_differentiated(attended, residual, bias, norm.weight, *tensors):
         (weight, gate, up, down), beside, scales = made.of(tensors, residual.dtype)
-        return _op("after_attention")(
+        return native.op("after_attention")(
             attended, residual, weight, bias, *norm, gate, up, down, tanh, recomputes,
             beside, scales,
         )  # fmt: skip
@@ -167,7 +168,7 @@ def before_backward(
         adapters, scales: down and up of each weight, None where it has none; a scale for each.
         rows: (N,) int64, those of x that are meant where it holds more, in this order.
     """
-    made: list[Tensor | None] = _op("before_attention_backward")(
+    made: list[Tensor | None] = native.op("before_attention_backward")(
         *given,
         x,
         *norm,
@@ -209,7 +210,7 @@ def after_backward(
         needed, sums, adapters, scales: as of `before_backward`.
         rows: (N,) int64, those of hidden and both that are meant where these hold more.
     """
-    made: list[Tensor | None] = _op("after_attention_backward")(
+    made: list[Tensor | None] = native.op("after_attention_backward")(
         given,
         attended,
         hidden,
@@ -293,7 +294,7 @@ class _Before(torch.autograd.Function):
         ctx.rest = eps, offset, head_dim, made
         ctx.set_materialize_grads(False)
         weights, beside, scales = made.of(tensors, x.dtype)
-        return _op("before_attention")(
+        return native.op("before_attention")(
             x, norm, eps, offset, weights, biases, cos, sin, head_dim, beside, scales
         )
 
@@ -326,7 +327,7 @@ class _After(torch.autograd.Function):
         offset: bool, tanh: bool, recomputes: bool, made: _Made, *tensors: Tensor,
     ) -> Tensor:  # fmt: skip
         (out, gate, up, down), beside, scales = made.of(tensors, residual.dtype)
-        result, hidden, both = _op("after_attention_kept")(
+        result, hidden, both = native.op("after_attention_kept")(
             attended, residual, out, bias, norm, eps, offset, gate, up, down, tanh, recomputes,
             beside, scales,
         )  # fmt: skip
@@ -388,8 +389,3 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
 
 def _bits(flags: Sequence[bool]) -> int:
     return sum(1 << place for place, flag in enumerate(flags) if flag)
-
-
-@cache
-def _op(name: str) -> Any:
-    return getattr(torch.ops.tandem, name).default

@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,6 +60,12 @@ _COST = "plain torch runs instead: slower, and the same to rounding rather than 
 def available() -> bool:
     """Whether the C++ operations are there (torch.ops.tandem); builds them at the first call."""
     return not why_not()
+
+
+@cache
+def op(name: str) -> Any:
+    """A C++ operation, where they are `available`."""
+    return getattr(torch.ops.tandem, name).default
 
 
 @cache
