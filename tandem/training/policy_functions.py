@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -65,11 +67,30 @@ def named_pair_losses(dpo: DPOConfig) -> PairLosses | None:
     return cast(PairLosses, named_function(dpo.loss_function, "dpo.loss_function"))
 
 
-def told(error: Exception) -> str:
-    """What went wrong in a user's function, in a sentence."""
-    if isinstance(error, TandemError):
-        return str(error)
-    return f"{type(error).__name__}: {cause_of(error)}. Fix it (--debug shows where)."
+@contextmanager
+def on_made_up(name: str, what: str, given: Sequence[Tensor]) -> Iterator[None]:
+    """Within: a user's function is called on something made up.
+
+    Args:
+        what: it is, in words.
+        given: its tensors.
+    Raises:
+        ConfigError: the function fails, or changes what it was given.
+    """
+    before = [tensor.detach().clone() for tensor in given]
+    try:
+        yield
+    # Whatever a user's function does is told to them in one line.
+    except Exception as error:
+        problem = str(error)
+        if not isinstance(error, TandemError):
+            problem = f"{type(error).__name__}: {cause_of(error)}. Fix it (--debug shows where)."
+        raise ConfigError(f"{name} could not be used on {what}: {problem}") from error
+    if not all(map(torch.equal, given, before)):
+        raise ConfigError(
+            f"{name} must leave its arguments as they are, which updates read again; it changed a "
+            "tensor in place. Write x = x * y for x *= y."
+        )
 
 
 def try_token_losses(token_losses: TokenLosses, name: str) -> None:
@@ -80,15 +101,7 @@ def try_token_losses(token_losses: TokenLosses, name: str) -> None:
             gradient that is not finite, or lets one answer's loss depend on another's, so that
             micro-batches would change the gradient.
     """
-    together = _tried(token_losses, name, slice(None))
-    alone = torch.cat([_tried(token_losses, name, slice(row, row + 1)) for row in range(2)])
-    if not torch.allclose(together, alone, rtol=1e-4, atol=1e-6):
-        raise ConfigError(
-            f"{name} must give an answer the same loss whatever other answers come with it, as "
-            f"updates are split over micro-batches and ranks; got {together.tolist()} for two "
-            f"answers at once, {alone.tolist()} one by one. Use nothing that sums over answers, "
-            "such as a mean over all tokens."
-        )
+    _require_own_losses(name, "an answer", "answers", partial(_tried, token_losses, name))
 
 
 def _tried(token_losses: TokenLosses, name: str, rows: slice) -> Tensor:
@@ -97,41 +110,14 @@ def _tried(token_losses: TokenLosses, name: str, rows: slice) -> Tensor:
     old = torch.tensor([[-1.0, -0.4, -2.3, -0.1], [-3.0, -0.7, 0.0, 0.0]])[rows]
     moved = torch.tensor([[0.1, -0.3, 0.0, 0.02], [-0.2, 0.4, 0.0, 0.0]])[rows]
     advantages = torch.tensor([[1.5, 1.5, -0.5, 0.2], [-1.0, -1.0, 0.0, 0.0]])[rows]
-    given = [old + moved, old, advantages, mask]
-    before = [tensor.clone() for tensor in given]
-    given[0].requires_grad_()
-    losses = []
-
-    def one_by_one(*arguments: Tensor) -> Tensor:
-        found = token_losses(*arguments)
-        losses.append(found)
-        return found
-
-    try:
-        given_policy_loss(*given, token_losses=one_by_one).loss.backward()
-    # Whatever a user's function does is told to them in one line.
-    except Exception as error:
-        raise ConfigError(
-            f"{name} could not be used on two made-up answers: {told(error)}"
-        ) from error
-    if any(not torch.equal(a, b) for a, b in zip(given, before, strict=True)):
-        raise ConfigError(
-            f"{name} must leave its arguments as they are, which later updates read again; it "
-            "changed one in place. Write x = x * y for x *= y."
-        )
-    found, gradient = losses[0].detach(), given[0].grad
-    _require_finite(name, "answers", found[mask], [gradient[mask]] if gradient is not None else [])
-    return found.masked_fill(~mask, 0.0).sum(dim=1)
-
-
-def _require_finite(name: str, what: str, losses: Tensor, gradients: Sequence[Tensor]) -> None:
-    for kind, numbers in (("losses", [losses]), ("gradients", gradients)):
-        if not all(bool(part.isfinite().all()) for part in numbers):
-            got = ", ".join(str(part.tolist()) for part in numbers)
-            raise ConfigError(
-                f"{name} must have finite {kind}; got {got} for made-up {what}. Look for a "
-                "division by 0, and for a root or a logarithm at 0, whose slope is infinite."
-            )
+    given = [(old + moved).requires_grad_(), old, advantages, mask]
+    noting = _Noting(token_losses)
+    with on_made_up(name, "two made-up answers", given):
+        given_policy_loss(*given, token_losses=noting).loss.backward()
+    gradient = given[0].grad
+    of_answers = [gradient[mask]] if gradient is not None else []
+    _require_finite(name, "answers", noting.losses[mask], of_answers)
+    return noting.losses.masked_fill(~mask, 0.0).sum(dim=1)
 
 
 def try_pair_losses(losses: PairLosses, name: str) -> None:
@@ -142,14 +128,7 @@ def try_pair_losses(losses: PairLosses, name: str) -> None:
             gradient that is not finite, or lets one pair's loss depend on another's, so that
             micro-batches would change the gradient.
     """
-    together = _tried_pairs(losses, name, slice(None))
-    alone = torch.cat([_tried_pairs(losses, name, slice(row, row + 1)) for row in range(2)])
-    if not torch.allclose(together, alone, rtol=1e-4, atol=1e-6):
-        raise ConfigError(
-            f"{name} must give a pair the same loss whatever other pairs come with it, as updates "
-            f"are split over micro-batches and ranks; got {together.tolist()} for two pairs at "
-            f"once, {alone.tolist()} one by one. Use nothing that sums over pairs."
-        )
+    _require_own_losses(name, "a pair", "pairs", partial(_tried_pairs, losses, name))
 
 
 def _tried_pairs(losses: PairLosses, name: str, rows: slice) -> Tensor:
@@ -159,31 +138,54 @@ def _tried_pairs(losses: PairLosses, name: str, rows: slice) -> Tensor:
     references = totals + torch.tensor([[-0.5, 0.0], [0.25, 0.0]])
     tokens = torch.tensor([[3, 8], [5, 2]])
     sides = [
-        AnswerLogprobs(totals[side, rows].clone(), tokens[side, rows], references[side, rows])
+        AnswerLogprobs(
+            totals[side, rows].clone().requires_grad_(), tokens[side, rows], references[side, rows]
+        )
         for side in range(2)
     ]
     given = [t for s in sides for t in (s.total, s.tokens, s.reference) if t is not None]
-    before = [tensor.clone() for tensor in given]
-    for side in sides:
-        side.total.requires_grad_()
-    found = []
-
-    def one_by_one(chosen: AnswerLogprobs, rejected: AnswerLogprobs) -> Tensor:
-        found.append(losses(chosen, rejected))
-        return found[-1]
-
-    try:
-        given_pair_loss(one_by_one, *sides, beta=0.1).loss.backward()
-    # Whatever a user's function does is told to them in one line.
-    except Exception as error:
-        raise ConfigError(
-            f"{name} could not be used on two made-up pairs: {told(error)}"
-        ) from error
-    if any(not torch.equal(a, b) for a, b in zip(given, before, strict=True)):
-        raise ConfigError(
-            f"{name} must leave its arguments as they are; it changed one in place. Write x = x * "
-            "y for x *= y."
-        )
+    noting = _Noting(losses)
+    with on_made_up(name, "two made-up pairs", given):
+        given_pair_loss(noting, *sides, beta=0.1).loss.backward()
     gradients = [side.total.grad for side in sides if side.total.grad is not None]
-    _require_finite(name, "pairs", found[0].detach(), gradients)
-    return found[0].detach()
+    _require_finite(name, "pairs", noting.losses, gradients)
+    return noting.losses
+
+
+class _Noting:
+    """A user's loss, which notes what it gives."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self._function = function
+        self._given: list[Tensor] = []
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        self._given.append(self._function(*arguments))
+        return self._given[-1]
+
+    @property
+    def losses(self) -> Tensor:
+        """What it gave, without a graph."""
+        return self._given[-1].detach()
+
+
+def _require_own_losses(name: str, one: str, many: str, tried: Callable[[slice], Tensor]) -> None:
+    """Require that the loss of one of two does not depend on the other."""
+    together = tried(slice(None))
+    alone = torch.cat([tried(slice(row, row + 1)) for row in range(2)])
+    if not torch.allclose(together, alone, rtol=1e-4, atol=1e-6):
+        raise ConfigError(
+            f"{name} must give {one} the same loss whatever other {many} come with it, as updates "
+            f"are split over micro-batches and ranks; got {together.tolist()} for two {many} at "
+            f"once, {alone.tolist()} one by one. Use nothing that sums or averages over {many}."
+        )
+
+
+def _require_finite(name: str, many: str, losses: Tensor, gradients: Sequence[Tensor]) -> None:
+    for kind, numbers in (("losses", [losses]), ("gradients", gradients)):
+        if not all(bool(part.isfinite().all()) for part in numbers):
+            got = ", ".join(str(part.tolist()) for part in numbers)
+            raise ConfigError(
+                f"{name} must have finite {kind}; got {got} for made-up {many}. Look for a "
+                "division by 0, and for a root or a logarithm at 0, whose slope is infinite."
+            )

@@ -23,6 +23,7 @@ from tandem.rewards.columns import ColumnAccount, account_of
 from tandem.rewards.per_token import mean_of_tokens, weighted_tokens
 from tandem.rewards.scoring import Answers, FunctionScores, GivenFunction, RewardFunctions
 from tandem.rewards.selftest import ReferenceRow, self_test
+from tandem.training.checks.agreement import refused_together
 from tandem.training.conversations import as_dicts, new_messages
 from tandem.training.rollout_rows import answer_masks
 from tandem.training.stage_data import StepRows
@@ -189,30 +190,25 @@ def check_rewards(
     if not given:
         return
     account = columns_given(config, rows)
-    problem = ""
-    if world.is_first:
-        for line in account.lines():
-            print_line(line)
-        if config.scoring.self_test:
-            problem = _problem(given, config, rows, account.names, print_line, trains)
-    problem = world.all_gather_object(problem)[0]
-    if problem:
-        raise ConfigError(problem)
+    with refused_together(world):
+        if world.is_first:
+            for line in account.lines():
+                print_line(line)
+            if config.scoring.self_test:
+                for line in _self_test(given, config, rows, account.names, print_line, trains):
+                    print_line(line)
 
 
-def _problem(
+def _self_test(
     given: Sequence[str],
     config: RunConfig,
     rows: StepRows,
     columns: Sequence[str],
     print_line: Callable[[str], None],
     trains: bool,
-) -> str:
-    """What the self-test finds wrong; "" for nothing."""
-    try:
-        rewards = RewardFunctions(given, config.scoring, print_line, columns=columns)
-    except ConfigError as error:
-        return str(error)
+) -> list[str]:
+    """What it finds, in lines."""
+    rewards = RewardFunctions(given, config.scoring, print_line, columns=columns)
     tested = [
         ReferenceRow(
             _prompt(row),
@@ -226,13 +222,9 @@ def _problem(
     needs_ids = rewards.need("completion_ids")
     encode = partial(_ids_of, rows.renderer, rows.tokenizer) if needs_ids else None
     try:
-        for line in self_test(rewards, tested, encode, trains=trains):
-            print_line(line)
-    except (DataError, ConfigError) as error:
-        return str(error)
+        return self_test(rewards, tested, encode, trains=trains)
     finally:
         rewards.close()
-    return ""
 
 
 def _ids_of(renderer: Renderer, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

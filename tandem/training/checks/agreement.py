@@ -1,14 +1,15 @@
-"""What the ranks of a run must have in common before they exchange a weight."""
+"""What the ranks of a run must agree on before they exchange a weight."""
 
 from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from tandem.config.load import config_knobs, knob_value
 from tandem.config.schema import RunConfig
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, DataError, ModelError, TandemError
 from tandem.parallel.world import World
 from tandem.text import counted, visible
 from tandem.types import PromptRow
@@ -63,6 +64,22 @@ def require_same_prompts(prompts: Sequence[PromptRow], world: World) -> None:
             "every rank must be given the same prompts, which they share among themselves; got "
             f"others on rank {others[0]} than on rank 0. Give each rank all of them."
         )
+
+
+@contextmanager
+def refused_together(world: World) -> Iterator[None]:
+    """Within: what one rank refuses all do, for the first one's reason. A collective.
+
+    Raises:
+        ConfigError: on every rank, a rank raised it, a DataError or a ModelError.
+    """
+    refused: TandemError | None = None
+    try:
+        yield
+    except (ConfigError, DataError, ModelError) as error:
+        refused = error
+    if reason := next(filter(None, world.all_gather_object(str(refused or ""))), ""):
+        raise ConfigError(reason) from refused
 
 
 def _values(config: RunConfig) -> dict[str, str]:

@@ -18,6 +18,7 @@ from tandem.errors import ConfigError, DataError, ModelError
 from tandem.parallel.world import World
 from tandem.rewards.environment import Environment, Said
 from tandem.text import counted
+from tandem.training.checks.agreement import refused_together
 from tandem.training.conversations import as_dicts, environment_of
 from tandem.types import Message, PromptRow
 
@@ -61,16 +62,10 @@ def check_environment(
     """
     if not rl_section(config).converses:
         return
-    problem = ""
-    if world.is_first:
-        try:
+    with refused_together(world):
+        if world.is_first:
             for line in _tried(config, rows, columns):
                 print_line(line)
-        except (ConfigError, DataError, ModelError) as error:
-            problem = str(error)
-    problem = world.all_gather_object(problem)[0]
-    if problem:
-        raise ConfigError(problem)
 
 
 def _tried(config: RunConfig, rows: Readers, columns: Sequence[str]) -> list[str]:

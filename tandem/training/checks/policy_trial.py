@@ -14,12 +14,13 @@ from tandem.config.schema import RLConfig, RunConfig, SamplingConfig
 from tandem.config.stages import stage_of
 from tandem.errors import ConfigError
 from tandem.parallel.world import World
+from tandem.training.checks.agreement import refused_together
 from tandem.training.experience import ScoredAnswers, required_advantages
 from tandem.training.policy_functions import (
     named_advantages,
     named_losses,
     named_pair_losses,
-    told,
+    on_made_up,
     try_pair_losses,
     try_token_losses,
 )
@@ -51,8 +52,7 @@ def check_policy_functions(
     Raises:
         ConfigError: on every rank, one of them cannot be used on some.
     """
-    problem = ""
-    try:
+    with refused_together(world):
         advantages = named_advantages(rl, section)
         if advantages is not None and prompts:
             drawn = list(islice(cycle(prompts), rl.prompts_per_step))
@@ -63,11 +63,6 @@ def check_policy_functions(
         losses = named_losses(rl, section)
         if losses is not None:
             try_token_losses(losses, f"{section}.loss_function {rl.loss_function}")
-    except ConfigError as error:
-        problem = str(error)
-    problems = world.all_gather_object(problem)
-    if first := next(filter(None, problems), ""):
-        raise ConfigError(first)
 
 
 def check_pair_losses(config: RunConfig, stages: Iterable[str], world: World) -> None:
@@ -80,14 +75,9 @@ def check_pair_losses(config: RunConfig, stages: Iterable[str], world: World) ->
     """
     if not any(stage_of(name).reads("dpo.loss_function") for name in stages):
         return
-    problem = ""
-    try:
+    with refused_together(world):
         if (losses := named_pair_losses(config.dpo)) is not None:
             try_pair_losses(losses, f"dpo.loss_function {config.dpo.loss_function}")
-    except ConfigError as error:
-        problem = str(error)
-    if first := next(filter(None, world.all_gather_object(problem)), ""):
-        raise ConfigError(first)
 
 
 def try_advantages(advantages_of: AdvantagesOf, name: str, made: Experience) -> None:
@@ -100,24 +90,13 @@ def try_advantages(advantages_of: AdvantagesOf, name: str, made: Experience) -> 
     of_experience = [getattr(made, field.name) for field in fields(made)]
     of_batch = [made.batch.token_ids, made.batch.attention_mask, made.batch.response_mask]
     tensors = [part for part in (*of_experience, *of_batch) if isinstance(part, Tensor)]
-    before, figures = [tensor.clone() for tensor in tensors], dict(made.metrics)
-    try:
+    figures = dict(made.metrics)
+    with on_made_up(name, f"{len(made)} made-up answers to the data's prompts", tensors):
         required_advantages(advantages_of(made), made)
-    # Whatever a user's function does is told to them in one line.
-    except Exception as error:
-        raise ConfigError(
-            f"{name} could not be used on {len(made)} made-up answers to the data's prompts: "
-            f"{told(error)}"
-        ) from error
-    if any(not torch.equal(a, b) for a, b in zip(tensors, before, strict=True)):
-        raise ConfigError(
-            f"{name} must leave the experience as it is, which the update reads; it changed a "
-            "tensor in place. Write x = x * y for x *= y."
-        )
     if dict(made.metrics) != figures:
         raise ConfigError(
-            f"{name} must leave the experience as it is; it changed its metrics, whose names and "
-            "units are fixed. A callback can log figures of your own."
+            f"{name} must leave its arguments as they are; it changed the experience's metrics, "
+            "whose names and units are fixed. A callback can log figures of your own."
         )
 
 
