@@ -117,7 +117,6 @@ class MasterAdamW:
         sums_on_device: bool = False,
         host_share: float = 1.0,
         states: OptimizerStates = "fp32",
-        eps: float = 1e-8,
         bucket_bytes: int = 2**26,
         lane: Callable[[torch.device, int], Lane] | None = None,
     ) -> None:
@@ -166,7 +165,7 @@ class MasterAdamW:
         size = max(1, bucket_bytes // 4096) * 1024
         # Those of the device first: it computes while the host does.
         self._buckets = [
-            (group, slices, _fused(slices, betas, eps))
+            (group, slices, _fused(slices, betas))
             for travels in (False, True)
             for group in self.param_groups
             for slices in bucketed(self._of_group(group, travels), size)
@@ -326,9 +325,9 @@ def _sum_of(held: weakref.ref[MasterAdamW], weight: Tensor) -> tuple[Tensor, boo
     return None if optimizer is None else optimizer.sum_of(cast(nn.Parameter, weight))
 
 
-def _fused(slices: list[Slice], betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
+def _fused(slices: list[Slice], betas: tuple[float, float]) -> torch.optim.AdamW:
     """torch's AdamW over slices of masters; its state is slices of ours, without packed moments."""
-    optimizer = torch.optim.AdamW([s.master for s in slices], betas=betas, eps=eps, fused=True)
+    optimizer = torch.optim.AdamW([s.master for s in slices], betas=betas, fused=True)
     for s in slices:
         state = optimizer.state[s.master]
         state["step"] = s.step
