@@ -16,6 +16,7 @@ from tandem.metrics.answer_views import (
     last_turn,
     model_win_rates,
     numbers,
+    recorded_advantages,
     win_rate_of_steps,
 )
 from tandem.metrics.answers import ANSWERS_FILE, FOLLOWED_FILE
@@ -23,7 +24,6 @@ from tandem.metrics.charts import Path, histogram_chart, path_chart
 from tandem.metrics.folder import (
     RunFolder,
     mapping,
-    mapping_or_empty,
     number_or_none,
 )
 from tandem.metrics.records import read_lines
@@ -145,13 +145,10 @@ def _histograms(line: Row, ends: Sequence[Row]) -> list[Row]:
                     ),
                 }
             )
-    advantage = mapping_or_empty(line.get("advantage"))
-    low, high = (number_or_none(advantage.get(edge)) for edge in ("low", "high"))
-    counts = [int(n) for n in numbers(advantage.get("counts")) if n == n and 0 <= n < 1e12]
-    if low is not None and high is not None and low < high and any(counts):
-        svg = histogram_chart("Advantages", "reward units", low, high, counts)
-        title = f"Advantages, step {step}"
-        figures.append({"title": title, "told": f"{sum(counts)} tokens", "svg": svg})
+    if (advantages := recorded_advantages(line)) is not None:
+        title, count = f"Advantages, step {step}", sum(advantages[2])
+        svg = histogram_chart("Advantages", "reward units", *advantages)
+        figures.append({"title": title, "told": f"{count} tokens", "svg": svg})
     return figures
 
 

@@ -110,6 +110,14 @@ def numbers(values: Any) -> list[float]:
     return [math.nan if number is None else number for number in found]
 
 
+def recorded_advantages(line: Mapping[str, Any]) -> tuple[float, float, list[int]] | None:
+    """Low, high and counts of the advantages of an answers.jsonl line; None if it has none."""
+    found = mapping_or_empty(line.get("advantage"))
+    low, high = numbers([found.get("low"), found.get("high")])
+    counts = [int(n) for n in numbers(found.get("counts")) if 0 <= n < 1e12]
+    return (low, high, counts) if 0 < high - low < math.inf and any(counts) else None
+
+
 @dataclass(frozen=True, slots=True)
 class FrontierPoint:
     """A step's held-out (or, where that was not measured, training) KL and reward; of

@@ -16,6 +16,7 @@ from tandem.metrics.answer_views import (
     last_turn,
     model_win_rates,
     numbers,
+    recorded_advantages,
     reward_at,
     win_rate_of_steps,
 )
@@ -149,10 +150,8 @@ def histograms(run: RunFiles, stage: str, step: int | None) -> View:
         made = Histogram.of(numbers(chosen.get(name)), span=span, whole=is_count)
         if made is not None:
             found["histograms"][name] = asdict(made)
-    advantage = mapping_or_empty(chosen.get("advantage"))
-    low, high = (number_or_none(advantage.get(edge)) for edge in ("low", "high"))
-    if low is not None and high is not None:
-        counts = [int(count) for count in numbers(advantage.get("counts"))]
+    if (advantages := recorded_advantages(chosen)) is not None:
+        low, high, counts = advantages
         found["histograms"]["advantage"] = {"low": low, "high": high, "counts": counts}
     return found
 

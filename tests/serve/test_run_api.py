@@ -294,3 +294,22 @@ def test_damaged_lines_of_answers_are_counted(tmp_path: Path) -> None:
 
 def test_every_route_is_behind_the_key(folder: Path) -> None:
     assert all(_is_keyed(route.path.replace("{run}", "x")) for route in routes(folder))
+
+
+@pytest.mark.parametrize(
+    ("advantage", "counts"),
+    [
+        ({"low": 0, "high": 1, "counts": [None, 2]}, [2]),
+        ({"low": 1, "high": 1, "counts": [2]}, None),
+        ({"low": 0, "high": "inf", "counts": [2]}, None),
+        ([], None),
+    ],
+)
+def test_advantages_that_are_no_numbers_are_left_out(
+    tmp_path: Path, advantage: Any, counts: list[int] | None
+) -> None:
+    folder = write_run(tmp_path / "run")
+    lines_of(folder / ANSWERS_FILE, [{"stage": "ppo", "step": 1, "advantage": advantage}])
+    with TestClient(Starlette(routes=list(routes(tmp_path)))) as client:
+        found = got(client, "/run/histograms", stage="ppo")["histograms"]
+    assert found.get("advantage", {}).get("counts") == counts
