@@ -78,46 +78,6 @@ def pairwise_loss(
 
 
 @dataclass(frozen=True, slots=True)
-class DPOLoss:
-    """Sums over pairs: the loss (with gradient), wins, and each side's implicit reward."""
-
-    loss: Tensor
-    accuracy: Tensor
-    chosen_reward: Tensor
-    rejected_reward: Tensor
-
-
-def dpo_loss(
-    chosen_logprobs: Tensor,
-    rejected_logprobs: Tensor,
-    ref_chosen_logprobs: Tensor,
-    ref_rejected_logprobs: Tensor,
-    *,
-    beta: float,
-    label_smoothing: float = 0.0,
-) -> DPOLoss:
-    """Direct preference optimization. Denominator: pairs.
-
-        m = beta [(log pi - log ref)(chosen) - (log pi - log ref)(rejected)]
-        loss = -(1 - e) log sigmoid(m) - e log sigmoid(-m)        e = label_smoothing
-
-    Args:
-        *_logprobs: (B,) summed over the response, nats.
-    Source: arXiv:2305.18290 eq. 7; the smoothing: E. Mitchell, "cDPO" (2023).
-    """
-    chosen_reward = beta * (chosen_logprobs - ref_chosen_logprobs)
-    rejected_reward = beta * (rejected_logprobs - ref_rejected_logprobs)
-    margin = chosen_reward - rejected_reward
-    losses = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
-    return DPOLoss(
-        losses.sum(),
-        wins_of(margin).sum(),
-        chosen_reward.detach().sum(),
-        rejected_reward.detach().sum(),
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class ValueLoss:
     """Sums over response tokens: the loss (with gradient), and tokens whose gradient was cut."""
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.errors import ShapeError
-from tandem.objectives.losses import dpo_loss, wins_of
+from tandem.objectives.losses import wins_of
 from tandem.objectives.masked import require_same_shape
 
 _LOG_2 = 0.6931471805599453
@@ -162,25 +162,15 @@ def _against_reference(
     smoothing: float,
     average: bool,
 ) -> PairLoss:
-    if name in ("sigmoid", "cdpo"):
-        assert chosen.reference is not None
-        assert rejected.reference is not None
-        found = dpo_loss(
-            chosen.total,
-            rejected.total,
-            chosen.reference,
-            rejected.reference,
-            beta=beta,
-            label_smoothing=smoothing,
-        )
-        return PairLoss(found.loss, found.accuracy, found.chosen_reward, found.rejected_reward)
     ratios = chosen.log_ratio, rejected.log_ratio
     if name == "ipo" and average:
         ratios = ratios[0] / chosen.tokens, ratios[1] / rejected.tokens
     rewards = beta * ratios[0], beta * ratios[1]
     margin = rewards[0] - rewards[1]
-    if name == "robust":
-        plain, swapped = -F.logsigmoid(margin), -F.logsigmoid(-margin)
+    plain, swapped = -F.logsigmoid(margin), -F.logsigmoid(-margin)
+    if name in ("sigmoid", "cdpo"):
+        losses = (1 - smoothing) * plain + smoothing * swapped
+    elif name == "robust":
         losses = ((1 - smoothing) * plain - smoothing * swapped) / (1 - 2 * smoothing)
     elif name == "ipo":
         losses = (ratios[0] - ratios[1] - 1 / (2 * beta)).square()

@@ -10,7 +10,6 @@ import torch
 from tandem.errors import ShapeError
 from tandem.objectives.losses import (
     dft_loss,
-    dpo_loss,
     explained_variance,
     pairwise_loss,
     sft_loss,
@@ -67,26 +66,6 @@ def test_pairwise_loss_by_hand() -> None:
     assert result.loss.item() == pytest.approx(bradley_terry + 0.1 * (9 + 0 + 16), rel=1e-6)
     assert result.accuracy.item() == 1.5
     assert result.margin.item() == -1.0
-
-
-def test_dpo_loss_by_hand_and_at_the_reference() -> None:
-    zero = torch.zeros(2)
-    start = dpo_loss(zero, zero, zero, zero, beta=0.1)
-    assert start.loss.item() == pytest.approx(2 * math.log(2))
-    result = dpo_loss(
-        torch.tensor([-1.0]),
-        torch.tensor([-5.0]),
-        torch.tensor([-2.0]),
-        torch.tensor([-4.0]),
-        beta=0.5,
-        label_smoothing=0.1,
-    )
-    margin = 0.5 * (1.0 - (-1.0))
-    expected = -0.9 * math.log(1 / (1 + math.exp(-margin))) - 0.1 * math.log(
-        1 / (1 + math.exp(margin))
-    )
-    assert result.loss.item() == pytest.approx(expected, rel=1e-6)
-    assert (result.chosen_reward.item(), result.rejected_reward.item()) == (0.5, -0.5)
 
 
 def test_masked_statistics_ignore_what_is_masked_even_nan() -> None:
