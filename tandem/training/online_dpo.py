@@ -23,7 +23,7 @@ from tandem.data.loader import BatchOrder
 from tandem.engine.forward import Rows
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.oom import MicroBatchBudget
-from tandem.engine.state import engine_state, follow_actor, restore_engine
+from tandem.engine.state import engine_state, restore_engine
 from tandem.engine.update import (
     LossTerm,
     MicroBatchLoss,
@@ -50,7 +50,7 @@ from tandem.training.reward_function import columns_given, rewards_of
 from tandem.training.run_folder import Run
 from tandem.training.stage_data import StepRows
 from tandem.training.stage_loop import StageJob, StepLoop
-from tandem.training.step_metrics import Means, count_rows
+from tandem.training.step_metrics import Means, count_rows, note_steps
 from tandem.types import Experience, PromptRow, TokenBatch
 
 _NOT_OURS = ("advantage_", "shaped_return", "kl_coef", "groups_without_signal")
@@ -189,13 +189,7 @@ class OnlineDPO:
                 means["preference_loss"] = means.pop("loss")
                 for name, value in {**means, "actor_learning_rate": learning_rate}.items():
                     log.add(name, value)
-                for name, norm in update.grad_norms.items():
-                    log.add(f"{name}_grad_norm", norm)
-                for name, value in update.scaling.items():
-                    log.latest(name, value)
-                if update.grad_norms:
-                    for name, number in {"updates": 1, **follow_actor(engine)}.items():
-                        log.count(name, number)
+                note_steps(engine, update, log)
                 count_rows(phase, part.batch)
                 phase.flops += update_flops(engine, part.batch, actor=True)
         return log.means()

@@ -22,7 +22,6 @@ from tandem.engine.forward import Rows
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.learner import Learner
 from tandem.engine.oom import MicroBatchBudget
-from tandem.engine.state import follow_actor
 from tandem.engine.update import BegunUpdate, LossTerm, MicroBatchLoss, Update, training_mode
 from tandem.errors import BadStepError, ConfigError
 from tandem.generation.limits import max_positions
@@ -50,7 +49,7 @@ from tandem.training.policy_functions import named_advantages, named_losses
 from tandem.training.rehearsal import rehearse_updates
 from tandem.training.reward_function import GivenRewards, rewards_of
 from tandem.training.rollout_source import RolloutSource
-from tandem.training.step_metrics import Means, count_rows
+from tandem.training.step_metrics import Means, count_rows, note_steps
 from tandem.types import Experience, PromptRow, TokenBatch, TokenRow
 
 RATIO_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -233,7 +232,7 @@ class PPOTrainer:
                         stop = self._update_actor(update, minibatch, log, step, number, kept)
                 if states is not None:
                     states.release()
-                self._note_steps(update, log)
+                note_steps(self.engine, update, log)
                 rows = self._with_gradient(minibatch)
                 if len(rows):
                     learned = minibatch.batch.select(rows)
@@ -367,16 +366,6 @@ class PPOTrainer:
         for name in ("value_loss", "value_clip_fraction", "rank_idle"):
             log.add(name, means[name])
         log.add("critic_learning_rate", learning_rate)
-
-    def _note_steps(self, update: Update, log: Means) -> None:
-        """Log the steps that were taken; average and reference follow the actor's."""
-        for name, norm in update.grad_norms.items():
-            log.add(f"{name}_grad_norm", norm)
-        for name, value in update.scaling.items():
-            log.latest(name, value)
-        if "actor" in update.grad_norms:
-            for name, number in {"updates": 1, **follow_actor(self.engine)}.items():
-                log.count(name, number)
 
     @property
     def _has_ptx(self) -> bool:

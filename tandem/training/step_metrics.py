@@ -1,4 +1,4 @@
-"""What a PPO step's updates measure, put together to one value a step; figures as JSON has them."""
+"""What a step's updates measure, put together to one value a step; figures as JSON has them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 
+from tandem.engine.hybrid import RLHFEngine
+from tandem.engine.state import follow_actor
+from tandem.engine.update import Update
 from tandem.metrics.timing import Phase
 from tandem.types import Experience, TokenBatch
 
@@ -56,6 +59,17 @@ class Means:
         """All of them, by name."""
         means = {name: sum(values) / len(values) for name, values in self._values.items()}
         return {**means, **self._largest, **self._counts}
+
+
+def note_steps(engine: RLHFEngine, update: Update, log: Means) -> None:
+    """Log the steps that an update took; average and reference follow the actor's."""
+    for name, norm in update.grad_norms.items():
+        log.add(f"{name}_grad_norm", norm)
+    for name, value in update.scaling.items():
+        log.latest(name, value)
+    if "actor" in update.grad_norms:
+        for name, number in {"updates": 1, **follow_actor(engine)}.items():
+            log.count(name, number)
 
 
 def count_rows(phase: Phase, batch: TokenBatch) -> None:
