@@ -67,17 +67,25 @@ def spoken(
 
 
 def as_judged(
-    renderer: Renderer, messages: Sequence[Message], answer: Answer, source: Source, tools: str
+    renderer: Renderer,
+    messages: Sequence[Message],
+    answer: Answer,
+    source: Source,
+    tools: str,
+    *,
+    is_finished: bool = True,
 ) -> TokenRow:
     """A conversation as a reward model with a template of its own reads it, the mask on the answer:
     with calls of tools as that template writes them, or as JSON where it writes none.
 
+    Args:
+        is_finished: an answer that was cut off gets no terminator.
     Raises:
         DataError: the template or the tokenizer refuses a turn.
     """
     turns = [*messages, answer_turn(answer)]
     try:
-        return renderer.conversation(turns[:-1], turns[-1], source, True, tools)
+        row = renderer.conversation(turns[:-1], turns[-1], source, True, tools)
     except DataError:
         if not any(turn.tool_calls for turn in turns):
             raise
@@ -85,4 +93,7 @@ def as_judged(
             replace(turn, content=answer_text(turn), tool_calls="") if turn.tool_calls else turn
             for turn in turns
         ]
-        return renderer.conversation(plain[:-1], plain[-1].content, source, True, tools)
+        row = renderer.conversation(plain[:-1], plain[-1].content, source, True, tools)
+    if is_finished:
+        return row
+    return TokenRow(row.token_ids[:-1], row.response_mask[:-1], row.source)

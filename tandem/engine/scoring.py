@@ -88,9 +88,8 @@ class RewardScorer:
             rollout.prompts, rollout.responses, rollout.finished.tolist(), strict=True
         ):
             answer = policy_renderer.spoken(response, prompt.tools, prompt.messages).turn
-            row = as_judged(self.renderer, prompt.messages, answer, prompt.source, prompt.tools)
-            # An answer that was cut off must not get a terminator.
-            rows.append(row if finished else _without_end(row))
+            read = prompt.messages, answer, prompt.source, prompt.tools
+            rows.append(as_judged(self.renderer, *read, is_finished=finished))
         return self.raw_rows(rows)
 
     def raw_rows(self, rows: Sequence[TokenRow]) -> Tensor:
@@ -174,8 +173,3 @@ def _placed(
     check_vocabulary(model, tokenizer)
     max_tokens = placement.settings.micro_batch_tokens
     return RewardScorer(model, Renderer(tokenizer), max_tokens=max_tokens, further=further)
-
-
-def _without_end(row: TokenRow) -> TokenRow:
-    """A rendered conversation without its terminator."""
-    return TokenRow(row.token_ids[:-1], row.response_mask[:-1], row.source)

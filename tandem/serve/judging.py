@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from tandem.data.render import IN_MEMORY, Renderer
+from tandem.data.render import IN_MEMORY
 from tandem.data.spoken import as_judged
 from tandem.errors import DataError
 from tandem.generation.observed import TokenLogprobs, observe, read_observed
@@ -248,8 +248,9 @@ def _scored_row(one: Judging, why: dict[str, str]) -> tuple[LoadedScalar, TokenR
     if not answered.messages:
         why["reward"] = "the reward model has another tokenizer and scores conversations only"
         return None
+    read = answered.messages, answered.said, IN_MEMORY, answered.tools
     try:
-        return scorer, _rendered(scorer.renderer, answered)
+        return scorer, as_judged(scorer.renderer, *read, is_finished=answered.is_finished)
     except DataError as error:  # its template refuses these turns
         why["reward"] = f"the reward model cannot read this conversation: {error}"
         return None
@@ -278,14 +279,6 @@ def _normalized(scorer: LoadedScalar, outputs: Tensor) -> Tensor:
 
 def _batch(scorer: LoadedScalar, rows: Sequence[TokenRow]) -> TokenBatch:
     return TokenBatch.from_rows(rows, scorer.renderer.pad_token_id).to(scorer.model.device)
-
-
-def _rendered(renderer: Renderer, answered: Answered) -> TokenRow:
-    row = as_judged(renderer, answered.messages, answered.said, IN_MEMORY, answered.tools)
-    if answered.is_finished:
-        return row
-    # An answer that was cut off must not get a terminator.
-    return TokenRow(row.token_ids[:-1], row.response_mask[:-1], row.source)
 
 
 def finite(value: Any) -> Any:

@@ -70,10 +70,11 @@ def test_a_reward_model_with_other_tokens_reads_the_whole_answer(
 ) -> None:
     seen = []
 
-    def rendered(renderer: Renderer, messages: Any, said: Any, *more: Any) -> Any:
+    def rendered(renderer: Renderer, messages: Any, said: Any, *more: Any, **flags: Any) -> Any:
         seen.append((messages, said))
-        return renderer.conversation(messages, said, judging.IN_MEMORY, True)
+        return as_judged(renderer, messages, said, *more, **flags)
 
+    as_judged = judging.as_judged
     monkeypatch.setattr(Renderer, "renders_like", lambda self, other: False)
     monkeypatch.setattr(judging, "as_judged", rendered)
     answer = client.post(CHAT, json=going_on("It is", model="ppo", tandem={"reward": True}))

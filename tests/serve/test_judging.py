@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tandem.serve.judging_queue import WAIT_STEPS, JudgingQueue, Waiting
 from tandem.serve.loading import Loaded, LoadSettings, load_policy, load_scorer
 from tandem.serve.place import Place
 from tandem.serve.sources import offer_of
-from tandem.types import Message, TokenRow
+from tandem.types import Message
 from tests.serve.serving import TestClient, ask
 
 ALL = frozenset({"reward", "kl", "token_kl", "values"})
@@ -259,14 +260,14 @@ def test_turns_that_the_reward_model_refuses_have_no_reward(
         for role, answered in zip(("system", "user"), answers(policy), strict=False)
     )
     alone = judge([good])[0]
-    rendered = judging._rendered
+    rendered = judging.as_judged
 
-    def refuses(renderer: Renderer, answered: Answered) -> TokenRow:
-        if answered.messages[0].role == "system":
+    def refuses(renderer: Renderer, messages: Sequence[Message], *more: Any, **kind: Any) -> Any:
+        if messages[0].role == "system":
             raise DataError("turns must suit the template")
-        return rendered(renderer, answered)
+        return rendered(renderer, messages, *more, **kind)
 
-    monkeypatch.setattr(judging, "_rendered", refuses)
+    monkeypatch.setattr(judging, "as_judged", refuses)
     monkeypatch.setattr(Renderer, "renders_like", lambda self, other: False)
     found = judge([bad, good])
     assert found[0]["reward"] is None
