@@ -162,13 +162,21 @@ def at_once(read: Callable[[T], R], files: Sequence[T]) -> list[R]:
 
 def folder_near(path: str | Path) -> str:
     """The folder beside one that is not there whose name is nearest to its; empty if none is."""
-    folder = Path(path)
+    return _near(Path(path), Path.is_dir, cutoff=0.6)
+
+
+def file_near(path: Path) -> str:
+    """The same of a file or folder, with a name nearer than that."""
+    return _near(path, lambda beside: True, cutoff=0.8)
+
+
+def _near(path: Path, fits: Callable[[Path], bool], cutoff: float) -> str:
     try:
-        beside = [inner.name for inner in folder.parent.iterdir() if inner.is_dir()]
+        beside = [inner.name for inner in path.parent.iterdir() if fits(inner)]
     except (OSError, ValueError):  # no such parent, or one that cannot be read
         return ""
-    near = difflib.get_close_matches(folder.name, beside, n=1)
-    return str(folder.parent / near[0]) if near else ""
+    near = difflib.get_close_matches(path.name, beside, 1, cutoff)
+    return str(path.parent / near[0]) if near else ""
 
 
 def not_a_run(folder: str) -> str:

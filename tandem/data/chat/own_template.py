@@ -28,6 +28,7 @@ from tandem.data.chat.default_template import (
 from tandem.data.chat.template_limits import sandbox
 from tandem.data.excerpt import excerpt
 from tandem.errors import ConfigError, ModelError
+from tandem.files import file_near
 from tandem.named_functions import name_and_options
 from tandem.text import first_line, visible
 
@@ -343,12 +344,7 @@ def _existing(value: str) -> Path:
 def _nearest(path: Path, value: str) -> str:
     if near := get_close_matches(value.lower(), [TOKENIZERS_OWN, *BUILT_IN], 1, cutoff=0.75):
         return near[0]
-    try:
-        here = [found.name for found in path.parent.iterdir()]
-    except (OSError, ValueError):
-        return ""
-    near = get_close_matches(path.name, here, 1, cutoff=0.8)
-    return str(path.parent / near[0]) if near else ""
+    return file_near(path)
 
 
 def _text_in(path: Path) -> tuple[str, Path]:

@@ -41,6 +41,7 @@ from tandem.data.reading.plaintext import read_text
 from tandem.data.reading.saved import is_saved_dataset, rows_through_datasets
 from tandem.data.rows import BadRow, RawRow
 from tandem.errors import ConfigError, DataError
+from tandem.files import file_near
 from tandem.text import counted, is_unicode, visible
 from tandem.types import Source
 
@@ -303,12 +304,7 @@ def _nearest(path: Path, text: str) -> str:
     """
     if looks_like_hub_name(text) and not (path.suffix[1:].isalpha() or "/" in text):
         return ""
-    try:
-        here = os.listdir(path.parent)
-    except OSError:
-        return ""
-    near = get_close_matches(path.name, here, 1, cutoff=0.8)
-    return str(path.parent / near[0]) if near else ""
+    return file_near(path)
 
 
 def _file(path: Path, dataset: str, on_blank: OnBlank) -> Rows:
