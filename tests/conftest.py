@@ -6,7 +6,7 @@ import atexit
 import gc
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tandem import garbage
+from tandem.ops import native
 from tests.slow_cases import mark_slow
 
 # A shell starts what it puts into the background with Ctrl-C ignored, and a run keeps to that: the
@@ -94,6 +95,24 @@ def _libraries_are_no_garbage() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(garbage, "gc", collector)
         yield
+
+
+@pytest.fixture(params=["native", "plain"])
+def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A test that asks runs on the C++ operations and on plain torch."""
+    if request.param == "plain":
+        monkeypatch.setattr(native, "available", lambda: False)
+    elif not native.available():
+        pytest.skip(native.why_not())
+    return str(request.param)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets how many threads compute, within the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

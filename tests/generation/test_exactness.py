@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -38,13 +38,6 @@ from ..models.families import FAMILIES, tiny_model
 STOP = 2
 STOPS = Stops((STOP,), 0, lambda ids: " ".join(map(str, ids)))
 needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def prompts(*lengths: int) -> list[PromptRow]:

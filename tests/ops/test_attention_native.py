@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -355,10 +356,10 @@ def test_a_sequence_alone_is_the_same_as_in_a_batch(name: str, dtype: torch.dtyp
         assert torch.equal(paged.decode(x, case, [b], [end - begin - 1])[0], whole[end - 1])
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(("name", "dtype"), [("32", torch.float32), ("128", torch.bfloat16)])
 def test_many_sequences_have_the_gradients_of_each_alone(
-    name: str, dtype: torch.dtype, threads: int
+    name: str, dtype: torch.dtype, count: int, threads: Callable[[int], None]
 ) -> None:
     # Together they are more than the second cache holds, so rows are fetched ahead; not alone.
     case, lengths = CASES[name], (300, 5, 0, 1, 200)
@@ -370,38 +371,30 @@ def test_many_sequences_have_the_gradients_of_each_alone(
         out = varlen(Inputs(*leaves, bounds, None), case)
         return [out.detach(), *torch.autograd.grad(out, leaves, out.detach())]
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        whole = run(0, sum(lengths), x.cu_seqlens)
-        for begin, end in pairwise(x.cu_seqlens.tolist()):
-            alone = run(begin, end, torch.tensor([0, end - begin], dtype=torch.int32))
-            for one, all_ in zip(alone, whole, strict=True):
-                assert torch.equal(one, all_[begin:end])
-    finally:
-        torch.set_num_threads(before)
+    threads(count)
+    whole = run(0, sum(lengths), x.cu_seqlens)
+    for begin, end in pairwise(x.cu_seqlens.tolist()):
+        alone = run(begin, end, torch.tensor([0, end - begin], dtype=torch.int32))
+        for one, all_ in zip(alone, whole, strict=True):
+            assert torch.equal(one, all_[begin:end])
 
 
 @pytest.mark.parametrize("name", ["narrow", "sinks", "128", "window of blocks"])
-def test_threads_do_not_change_a_bit(name: str) -> None:
+def test_threads_do_not_change_a_bit(name: str, threads: Callable[[int], None]) -> None:
     case = CASES[name]
     lengths = (300, 5, 70, 1)
     x = inputs(case, lengths)
-    before = torch.get_num_threads()
     results = []
-    try:
-        for threads in (1, 2, 4):
-            torch.set_num_threads(threads)
-            q, k, v = (t.detach().requires_grad_() for t in (x.q, x.k, x.v))
-            out = varlen(Inputs(q, k, v, x.cu_seqlens, x.sinks), case)
-            out.backward(out.detach())
-            paged = Paged.of(case, lengths, torch.float32)
-            torch.ops.tandem.store_kv(x.k, x.v, paged.k, paged.v, paged.tables, x.cu_seqlens)
-            rows = [0, 0, 1, 2, 3] * 8  # work enough for the threads to share
-            decoded = paged.decode(x, case, rows, [299, 299, 4, 69, 0] * 8)
-            results.append((out.detach(), q.grad, k.grad, v.grad, decoded))
-    finally:
-        torch.set_num_threads(before)
+    for count in (1, 2, 4):
+        threads(count)
+        q, k, v = (t.detach().requires_grad_() for t in (x.q, x.k, x.v))
+        out = varlen(Inputs(q, k, v, x.cu_seqlens, x.sinks), case)
+        out.backward(out.detach())
+        paged = Paged.of(case, lengths, torch.float32)
+        torch.ops.tandem.store_kv(x.k, x.v, paged.k, paged.v, paged.tables, x.cu_seqlens)
+        rows = [0, 0, 1, 2, 3] * 8  # work enough for the threads to share
+        decoded = paged.decode(x, case, rows, [299, 299, 4, 69, 0] * 8)
+        results.append((out.detach(), q.grad, k.grad, v.grad, decoded))
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             assert a is not None

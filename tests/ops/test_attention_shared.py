@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -36,7 +36,7 @@ SHARED = {
 """Lengths of segments, and the segment that each continues."""
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(
     ("name", "shared_by"),
     [
@@ -45,7 +45,7 @@ SHARED = {
     ],
 )
 def test_a_shared_prefix_gives_the_bits_of_whole_sequences(
-    name: str, shared_by: str, threads: int
+    name: str, shared_by: str, count: int, threads: Callable[[int], None]
 ) -> None:
     case = CASES[name]
     lengths, prefixes = SHARED[shared_by]
@@ -53,17 +53,13 @@ def test_a_shared_prefix_gives_the_bits_of_whole_sequences(
     leaves = [t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v)]
     whole = Packed.of_lengths(lengths, x.q.device, prefixes).whole()
     written_out = [t[whole.tokens] for t in leaves]
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        shared = with_prefixes(replace_rows(x, leaves), case, lengths, prefixes)
-        gradients = torch.autograd.grad(shared.square().sum(), leaves)
-        alone = varlen(
-            replace(replace_rows(x, written_out), cu_seqlens=whole.packed.cu_seqlens), case
-        )[whole.back]
-        expected = torch.autograd.grad(alone.square().sum(), leaves)
-    finally:
-        torch.set_num_threads(before)
+    threads(count)
+    shared = with_prefixes(replace_rows(x, leaves), case, lengths, prefixes)
+    gradients = torch.autograd.grad(shared.square().sum(), leaves)
+    alone = varlen(replace(replace_rows(x, written_out), cu_seqlens=whole.packed.cu_seqlens), case)[
+        whole.back
+    ]
+    expected = torch.autograd.grad(alone.square().sum(), leaves)
     assert torch.equal(shared, alone)
     for ours, theirs in zip(gradients, expected, strict=True):
         assert float((ours - theirs).norm()) <= 1e-6 * float(theirs.norm())

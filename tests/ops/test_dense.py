@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,32 +23,17 @@ from tandem import processor
 from tandem.errors import ConfigError, ShapeError
 from tandem.ops import blockwise, dense, native
 
+pytestmark = pytest.mark.usefixtures("arithmetic")
+
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = [(64, 64), (172, 64), (64, 172), (65, 33), (1, 7), (100, 1), (130, 1030), (320, 96)]
 BATCHES = [*range(1, 18), 24, 31, 32, 33, 47, 48, 49, 63, 64, 65, 70]
 
 
-@pytest.fixture(params=["native", "plain"], autouse=True)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each test runs on the C++ operations and on plain torch."""
-    if request.param == "plain":
-        monkeypatch.setattr(native, "available", lambda: False)
-    elif not native.available():
-        pytest.skip(native.why_not())
-    return request.param
-
-
 @pytest.fixture
-def needs_native(path: str) -> None:
-    if path == "plain":
+def needs_native(arithmetic: str) -> None:
+    if arithmetic == "plain":
         pytest.skip("plain torch promises no bits")
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -426,13 +411,13 @@ PLAIN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_activations_are_the_definitions(name: str, path: str) -> None:
+def test_activations_are_the_definitions(name: str, arithmetic: str) -> None:
     ours, exact = PLAIN[name]
     far = [-1e4, -90.0, -20.0, -12.0, -0.0, 0.0, 20.0, 90.0, 1e4, math.nan]
-    far += [math.inf] if path == "native" else []  # of which torch's vectors may make NaN
+    far += [math.inf] if arithmetic == "native" else []  # of which torch's vectors may make NaN
     x = torch.cat([torch.linspace(-9, 9, 4001), torch.tensor(far)])
     # Far below 0 torch takes the difference of two numbers near 1.
-    absolute = 1e-30 if path == "native" else 1e-6
+    absolute = 1e-30 if arithmetic == "native" else 1e-6
     want = exact(x.double()).float()
     torch.testing.assert_close(ours(x), want, rtol=1e-5, atol=absolute, equal_nan=True)
     half = x.bfloat16()

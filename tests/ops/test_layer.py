@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -238,13 +238,6 @@ HALVES: list[tuple[Half, Half, tuple[str, ...]]] = [
 IDS = ["before", "after", "adapted before", "adapted after", "some", "adapted some"]
 half_of_layer = pytest.mark.parametrize(("half", "slowly", "names"), HALVES, ids=IDS)
 half_of_all_rows = pytest.mark.parametrize(("half", "slowly", "names"), HALVES[:4], ids=IDS[:4])
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    count = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(count)
 
 
 def wanted(shape: Shape, names: tuple[str, ...]) -> list[str]:

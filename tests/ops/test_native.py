@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -255,19 +255,16 @@ def test_large_pages_leave_what_memory_holds(megabytes: int) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted as Linux lists them")
-def test_loops_run_on_as_many_threads_as_torchs() -> None:
+def test_loops_run_on_as_many_threads_as_torchs(threads: Callable[[int], None]) -> None:
     def running() -> int:
         return len(list(Path("/proc/self/task").iterdir()))
 
-    before, threads = running(), torch.get_num_threads()
+    before = running()
     x = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
     alone = dense.linear(x, x)
-    try:
-        torch.set_num_threads(before + 2)
-        together = dense.linear(x, x)
-        assert running() >= before + 2
-    finally:
-        torch.set_num_threads(threads)
+    threads(before + 2)
+    together = dense.linear(x, x)
+    assert running() >= before + 2
     assert torch.equal(alone, together)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -106,16 +106,7 @@ def assert_near(ours: Tensor, theirs: Tensor, eps: float) -> None:
     assert float(apart) <= eps * float(size)
 
 
-@pytest.fixture(params=["native", "plain"])
-def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "plain":
-        monkeypatch.setattr(native, "available", lambda: False)
-    elif not native.available():
-        pytest.skip(native.why_not())
-    return str(request.param)
-
-
-@pytest.mark.usefixtures("how")
+@pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("broken", [torch.inf, torch.nan])
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_no_number_reaches_later_tokens_of_its_sequence_alone(
@@ -139,7 +130,7 @@ def test_what_is_no_number_reaches_later_tokens_of_its_sequence_alone(
 @pytest.mark.parametrize("segments", SEGMENTS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_recurrence_is_the_loop_and_so_is_its_gradient(
-    name: str, segments: str, how: str
+    name: str, segments: str, arithmetic: str
 ) -> None:
     ours = [x.requires_grad_() for x in CASES[name].inputs(sum(SEGMENTS[segments][0]))]
     exact = [x.detach().double().requires_grad_() for x in ours]
@@ -159,7 +150,7 @@ def test_a_recurrence_is_the_loop_and_so_is_its_gradient(
     [(5, 3, False, False), (300, 4, True, True), (16, 4, False, True), (33, 2, True, False)],
 )
 def test_a_convolution_is_the_loop_and_so_is_its_gradient(
-    channels: int, width: int, biased: bool, silu: bool, segments: str, how: str
+    channels: int, width: int, biased: bool, silu: bool, segments: str, arithmetic: str
 ) -> None:
     g = torch.Generator().manual_seed(1)
     x = torch.randn(sum(SEGMENTS[segments][0]), channels, generator=g)
@@ -176,7 +167,7 @@ def test_a_convolution_is_the_loop_and_so_is_its_gradient(
         assert_near(one, other, 3e-6)
 
 
-def test_strong_decays_and_no_tokens_are_no_special_case(how: str) -> None:
+def test_strong_decays_and_no_tokens_are_no_special_case(arithmetic: str) -> None:
     inputs = CASES["delta rule"].inputs(sum(SEGMENTS["whole"][0]))
     inputs[3] = inputs[3] * 80  # a state is forgotten at once, and its sums are large
     ours = [x.requires_grad_() for x in inputs]
@@ -213,26 +204,23 @@ def test_what_continues_a_segment_has_the_bits_of_the_whole_sequence(segments: s
 
 
 @bitwise
-def test_threads_change_no_bit() -> None:
+def test_threads_change_no_bit(threads: Callable[[int], None]) -> None:
     segments, case = "of one prompt", CASES["wide"]
     inputs = [x.requires_grad_() for x in case.inputs(sum(SEGMENTS[segments][0]))]
     x = torch.randn(len(inputs[0]), 600, requires_grad=True)
     weight = torch.randn(600, 4, requires_grad=True)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            with attending(step_over(segments)):
-                outs = recurrence(0, *inputs), causal_conv(0, x, weight, None, silu=True)
-            total = outs[0].square().sum() + outs[1].square().sum()
-            found.append([*outs, *torch.autograd.grad(total, [*inputs, x, weight])])
-    finally:
-        torch.set_num_threads(before)
+    found = []
+    for count in (1, 2):
+        threads(count)
+        with attending(step_over(segments)):
+            outs = recurrence(0, *inputs), causal_conv(0, x, weight, None, silu=True)
+        total = outs[0].square().sum() + outs[1].square().sum()
+        found.append([*outs, *torch.autograd.grad(total, [*inputs, x, weight])])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parts_and_single_tokens_go_on_from_the_state(how: str, dtype: torch.dtype) -> None:
+def test_parts_and_single_tokens_go_on_from_the_state(arithmetic: str, dtype: torch.dtype) -> None:
     """Two sequences: a first part, a second one, then token by token; in slots that held others."""
     lengths, case, channels = (37, 20), CASES["odd widths"], 50
     inputs = case.inputs(sum(lengths))
@@ -273,7 +261,7 @@ def test_parts_and_single_tokens_go_on_from_the_state(how: str, dtype: torch.dty
         at = [n + (row in live) for row, n in enumerate(at)]
     for number, theirs in enumerate(whole):
         ours = torch.cat([part[number] for row in made for part in row])
-        if how == "native":
+        if arithmetic == "native":
             assert torch.equal(ours, theirs)
         else:
             assert_near(ours, theirs.double(), 1e-2 if number and dtype != torch.float32 else 2e-6)
@@ -302,7 +290,7 @@ def test_a_recording_learns_what_a_layer_keeps() -> None:
     assert step.states == {4: StateShape((3, 6), (3, 5, 40)), 5: StateShape((2, 8))}
 
 
-def test_gates_are_torchs(how: str) -> None:
+def test_gates_are_torchs(arithmetic: str) -> None:
     x = torch.linspace(-90, 90, 3 * 37).view(37, 3).requires_grad_()
     bias = torch.tensor([0.5, -1.0, 2.0], requires_grad=True)
     exact = x.detach().double().requires_grad_()
@@ -318,7 +306,7 @@ def test_gates_are_torchs(how: str) -> None:
         assert_near(one, other, 1e-6)
 
 
-def test_a_convolution_over_no_channels(how: str) -> None:
+def test_a_convolution_over_no_channels(arithmetic: str) -> None:
     x, weight = torch.empty(4, 0, requires_grad=True), torch.empty(0, 1, 3, requires_grad=True)
     packed = Packed.of_lengths([3, 1], CPU)
     for step in (packed, Recording(packed)):
@@ -330,7 +318,7 @@ def test_a_convolution_over_no_channels(how: str) -> None:
         )  # fmt: skip
 
 
-def test_gates_of_no_heads(how: str) -> None:
+def test_gates_of_no_heads(arithmetic: str) -> None:
     x, bias = torch.empty(4, 0, requires_grad=True), torch.empty(0, requires_grad=True)
     made = softplus(x, bias) + sigmoid(x)
     found = torch.autograd.grad(made.sum(), (x, bias))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -31,13 +31,6 @@ SHAPES = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _as_many_as_before() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def normal(*size: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(sum(size))).to(dtype)
 
@@ -64,14 +57,16 @@ def by_codes(x: Tensor, weight: Tensor, given: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("way", [by_the_weight, packed, by_codes])
 def test_the_number_of_threads_does_not_matter(
-    way: Callable[[Tensor, Tensor, Tensor], list[Tensor]], dtype: torch.dtype
+    way: Callable[[Tensor, Tensor, Tensor], list[Tensor]],
+    dtype: torch.dtype,
+    threads: Callable[[int], None],
 ) -> None:
     for rows, outputs, inputs in SHAPES:
         x, weight = normal(rows, inputs, dtype=dtype), normal(outputs, inputs, dtype=dtype)
         given = normal(rows, outputs, dtype=dtype)
-        torch.set_num_threads(1)
+        threads(1)
         alone = way(x, weight, given)
         for count in COUNTS:
-            torch.set_num_threads(count)
+            threads(count)
             for one, several in zip(alone, way(x, weight, given), strict=True):
                 assert torch.equal(one, several), (rows, outputs, inputs, count)

@@ -6,7 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -118,13 +118,6 @@ def operands(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Ten
     sizes = ((70, inputs), (outputs, inputs), (outputs,))
     x, weight, bias = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
     return x, weight, bias
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

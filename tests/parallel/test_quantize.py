@@ -41,16 +41,6 @@ LEVELS = [-1.0, -0.69619, -0.52507, -0.39492, -0.28444, -0.18477, -0.09105, 0.0,
           0.24611, 0.33792, 0.44071, 0.56262, 0.72296, 1.0]  # fmt: skip
 
 
-@pytest.fixture(params=["native", "plain"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each test that asks runs on the C++ operations and on plain torch."""
-    if request.param == "plain":
-        monkeypatch.setattr(native, "available", lambda: False)
-    elif not native.available():
-        pytest.skip(native.why_not())
-    return request.param
-
-
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -69,7 +59,7 @@ def slow_block(block: list[float], code: BlockCode) -> tuple[list[int], list[flo
     return codes, [q * scale for q in codes]
 
 
-@pytest.mark.usefixtures("path")
+@pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("code", CODES, ids=str)
 def test_numbers_and_codes_are_those_of_a_slow_loop(code: BlockCode) -> None:
     x = normal(1, 700) * torch.logspace(-3, 3, 700)
@@ -94,7 +84,7 @@ def test_numbers_and_codes_are_those_of_a_slow_loop(code: BlockCode) -> None:
         assert sum(off) <= 1, first
 
 
-@pytest.mark.usefixtures("path")
+@pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("code", CODES, ids=str)
 @pytest.mark.parametrize("runs", RUNS, ids=str)
 @pytest.mark.parametrize("dtype", QUANTIZABLE, ids=str)
@@ -175,7 +165,7 @@ def test_subnormal_numbers_come_back_as_torch_rounds_them(
     assert kept > 100
 
 
-@pytest.mark.usefixtures("path")
+@pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("code", [INT8, INT4, NF4], ids=str)
 def test_what_is_not_finite_makes_its_block_nan_and_no_other(code: BlockCode) -> None:
     for poison in (math.inf, -math.inf, math.nan):
@@ -190,7 +180,7 @@ def test_what_is_not_finite_makes_its_block_nan_and_no_other(code: BlockCode) ->
         assert bool(back.isnan().all())
 
 
-@pytest.mark.usefixtures("path")
+@pytest.mark.usefixtures("arithmetic")
 def test_what_a_code_can_say_comes_back_exactly() -> None:
     whole = torch.arange(-127, 128).float()
     for exponent in (-20, 0, 30):
@@ -207,7 +197,7 @@ def test_what_a_code_can_say_comes_back_exactly() -> None:
         assert dequantize(*quantize(empty, code), 5, code).shape == (0, 5)
 
 
-@pytest.mark.usefixtures("path")
+@pytest.mark.usefixtures("arithmetic")
 def test_errors_on_a_normal_are_those_of_the_literature() -> None:
     x = normal(2**18)
 
@@ -222,7 +212,7 @@ def test_errors_on_a_normal_are_those_of_the_literature() -> None:
     assert 0.085 < error(NF4) < 0.097
 
 
-@pytest.mark.usefixtures("path")
+@pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("kind", ["int8", "int4", "nf4"])
 def test_parts_are_read_and_summed_in_one_go(kind: blockwise.Kind) -> None:
     code = BlockCode(kind, 64)
@@ -235,14 +225,12 @@ def test_parts_are_read_and_summed_in_one_go(kind: blockwise.Kind) -> None:
     assert float((out - want).abs().max()) < 1e-5
 
 
-def test_threads_do_not_change_a_bit() -> None:
+def test_threads_do_not_change_a_bit(threads: Callable[[int], None]) -> None:
     x = normal(3, 50_001)
-    before = torch.get_num_threads()
     results = []
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
+    for count in (1, 3):
+        threads(count)
         results.append(quantize(x, INT4))
-    torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -287,7 +275,7 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
         dequantize(codes, scales, 10, dtype=torch.float64)
 
 
-@pytest.mark.usefixtures("path")
+@pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("code", CODES, ids=str)
 def test_a_message_is_read_as_it_was_written(code: BlockCode) -> None:
     runs = (513, 7, 0, 33)
