@@ -14,8 +14,7 @@ from bench.ports import free_port
 from tandem.config.load import dump_config
 from tandem.config.schema import ParallelConfig
 from tests.tiny import save_tiny_model, tiny_config, write_preferences
-from tests.training.runs import ran
-from tests.training.test_ranks import assert_same_run
+from tests.training.runs import assert_same_run, ran
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import pytest
 
 from tandem.config.lora import LoraConfig
 from tandem.config.schema import RunConfig
-from tandem.training.run_stages import train
 from tests.tiny import save_tiny_model, tiny_config, write_preferences
+from tests.training.runs import ran
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +48,7 @@ def plain_run(
                 lora=LoraConfig(rank=lora),
                 ppo=replace(config.ppo, ema=True, ptx_data=(preferences,)),
             )
-            train(config, command="test", print_line=lambda line: None)
+            ran(config)
             made[lora] = config
         return made[lora]
 

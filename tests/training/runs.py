@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tandem.config.schema import RunConfig
 from tandem.config.stages import stage_names
@@ -89,13 +90,23 @@ def assert_equal_runs(ours: Path, theirs: Path) -> None:
             assert figures(ours / step) == figures(theirs / step), step
 
 
-def assert_same_measures(ours: Path, theirs: Path) -> None:
-    """Two runs measured the same, up to how sums were put together."""
-    for left, right in zip(records(ours), records(theirs), strict=True):
-        assert left["step"] == right["step"]
-        for name, value in right["values"].items():
-            if name != "rank_idle":
-                assert left["values"][name] == pytest.approx(value, rel=2e-3, abs=2e-4), name
+def assert_same_measures(ours: Path, theirs: Path, unlike: tuple[str, ...] = ()) -> None:
+    """Two runs measured the same, up to how sums were put together, but for names that begin with
+    one of `unlike`, and what is of ranks."""
+    unlike = (*CLOCK, "rank_", *unlike)
+    for left, right in zip(records(ours, unlike), records(theirs, unlike), strict=True):
+        assert left == {**right, "values": pytest.approx(right["values"], rel=2e-3, abs=2e-4)}
+
+
+def assert_same_run(ours: Path, theirs: Path, unlike: tuple[str, ...] = ()) -> None:
+    """They left the same weights, too, up to rounding."""
+    assert_same_measures(ours, theirs, unlike)
+    for part in ("sft", "reward", "ppo/actor", "ppo/critic", "ppo/ema"):
+        weights = load_file(ours / part / "model.safetensors")
+        expected = load_file(theirs / part / "model.safetensors")
+        assert weights.keys() == expected.keys()
+        for name, weight in expected.items():
+            assert float((weights[name] - weight).abs().mean()) < 1e-5, (part, name)
 
 
 def ranks_ran(world: World, config: RunConfig) -> None:

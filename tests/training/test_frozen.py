@@ -17,15 +17,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tandem.config.guards import LogConfig
 from tandem.config.schema import RunConfig
 from tandem.errors import CheckpointError, ConfigError
-from tandem.metrics.log import MetricLog
 from tandem.models.adapter import load_adapter
 from tandem.models.frozen import freeze_quantized
 from tandem.models.load import load_causal_lm
-from tandem.parallel.world import World
-from tandem.training.run_stages import train
 from tests.models.families import merged_state_dict
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config
+from tests.training.runs import StopError, ran, ranks_ran, stop_at
 
 POLICIES = ("sft", "ppo/actor", "ppo/ema")
 SCALARS = ("reward", "ppo/critic")
@@ -38,10 +36,6 @@ def configured(folder: Path, model: str, data: str, kind: str, **changes: object
         sft__max_steps=1, reward__max_steps=1, dpo__max_steps=1, **changes,
     )  # fmt: skip
     return replace(config, log=LogConfig(tensorboard=False, print_samples_every=1))
-
-
-def ran(world: World, config: RunConfig) -> None:
-    train(config, command="test", print_line=lambda line: None, world=world)
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -63,7 +57,7 @@ def quantized(
     """A run of all three steps over int8, by one process."""
     folder = tmp_path_factory.mktemp("frozen") / "run"
     config = configured(folder, tiny_model, preferences, "int8")
-    ran(World(), config)
+    ran(config)
     return folder, config
 
 
@@ -112,10 +106,10 @@ def test_all_steps_over_ranks_are_those_of_one(
     alone = quantized[0]
     if kind == "nf4":
         alone = tmp_path / "alone"
-        ran(World(), configured(alone, tiny_model, preferences, kind))
+        ran(configured(alone, tiny_model, preferences, kind))
     config = configured(tmp_path / "ranks", tiny_model, preferences, kind)
     stages = replace(config.parallel, actor_zero_stage=stage, critic_zero_stage=stage)
-    on_ranks(size, ran, replace(config, parallel=stages))
+    on_ranks(size, ranks_ran, replace(config, parallel=stages))
     assert_same_run(tmp_path / "ranks", alone)
     AutoModelForCausalLM.from_pretrained(tmp_path / "ranks/ppo/actor")
 
@@ -152,17 +146,13 @@ def test_a_shared_base_is_a_matter_of_memory(
 ) -> None:
     shared = configured(tmp_path / "one", tiny_model, preferences, kind, parallel__shared_base=True)
     if kind:
-        ran(World(), shared)
+        ran(shared)
         assert_same_weights(tmp_path / "one", quantized[0], *POLICIES, *SCALARS)
         return
     stages = replace(shared.parallel, actor_zero_stage=0, critic_zero_stage=0)
-    on_ranks(2, ran, replace(shared, parallel=stages))
-    ran(World(), replace(shared, output_dir=str(tmp_path / "alone")))
+    on_ranks(2, ranks_ran, replace(shared, parallel=stages))
+    ran(replace(shared, output_dir=str(tmp_path / "alone")))
     assert_same_run(tmp_path / "one", tmp_path / "alone")
-
-
-class StopError(Exception):
-    """Stands for a kill."""
 
 
 def test_a_stopped_run_goes_on_from_its_adapters(
@@ -173,17 +163,10 @@ def test_a_stopped_run_goes_on_from_its_adapters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = configured(tmp_path / "run", tiny_model, preferences, "int8")
-    log = MetricLog.log
-
-    def stopping(self: MetricLog, at: int, values: dict[str, float]) -> object:
-        if self._stage == "ppo" and at == 3:
-            raise StopError
-        return log(self, at, values)
-
     with monkeypatch.context() as patch:
-        patch.setattr(MetricLog, "log", stopping)
+        stop_at(patch, "ppo", 3)
         with pytest.raises(StopError):
-            ran(World(), config)
+            ran(config)
     saved = sorted((tmp_path / "run/checkpoints/ppo").rglob("*.safetensors"))
     assert saved
     for file in saved:
@@ -193,10 +176,10 @@ def test_a_stopped_run_goes_on_from_its_adapters(
         assert all(any(part in n for part in known) for n in names if n.endswith("weight"))
     other = replace(config, parallel=replace(config.parallel, frozen_weights="nf4"))
     with pytest.raises(CheckpointError, match=r'parallel.frozen_weights "int8" -> "nf4"'):
-        ran(World(), other)
+        ran(other)
     on_two = replace(config, output_dir=str(tmp_path / "two"))
     (tmp_path / "two").symlink_to(tmp_path / "run")
-    on_ranks(2, ran, on_two)
+    on_ranks(2, ranks_ran, on_two)
     assert_same_run(tmp_path / "run", quantized[0])
 
 
@@ -204,7 +187,7 @@ def test_dpo_against_the_policy_as_it_started(
     tmp_path: Path, tiny_model: str, preferences: str
 ) -> None:
     folder = tmp_path / "run"
-    ran(World(), configured(folder, tiny_model, preferences, "nf4", stages=["sft", "dpo"]))
+    ran(configured(folder, tiny_model, preferences, "nf4", stages=["sft", "dpo"]))
     first = next(r for r in lines(folder, "metrics.jsonl") if (r["stage"], r["step"]) == ("dpo", 1))
     assert first["values"]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     AutoModelForCausalLM.from_pretrained(folder / "dpo")
@@ -215,5 +198,5 @@ def test_full_weights_cannot_be_quantized(
 ) -> None:
     config = configured(tmp_path / "run", tiny_model, preferences, "int8")
     with pytest.raises(ConfigError, match=r"frozen_weights must go with LoRA") as raised:
-        ran(World(), replace(config, lora=replace(config.lora, rank=0)))
+        ran(replace(config, lora=replace(config.lora, rank=0)))
     assert "\n" not in str(raised.value)

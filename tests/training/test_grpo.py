@@ -42,8 +42,7 @@ from tandem.types import Experience, PromptRow, Source, TokenRow
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config, tiny_llama
 from tests.training import letter_rewards
-from tests.training.runs import CLOCK, assert_equal_runs, ran, ran_with_stops, records
-from tests.training.test_ranks import ran as ran_on_ranks
+from tests.training.runs import CLOCK, assert_equal_runs, ran, ran_with_stops, ranks_ran, records
 
 WORDS = ("cat", "elephant", "sun", "green", "a", "house", "yes", "nineteen", "tree", "on")
 REWARD = f"{letter_rewards.__file__}:starts_early"
@@ -366,7 +365,7 @@ def test_ranks_have_the_statistics_of_one_process(
     two = replace(config, output_dir=str(tmp_path / "two"))
     if algorithm != "dapo":
         two = replace(two, parallel=replace(two.parallel, offload=("reward",)))
-    on_ranks(2, ran_on_ranks, two)
+    on_ranks(2, ranks_ran, two)
     expected = {"dapo": "sampling_rounds"}.get(algorithm, "reward_std/reward_model.harmless")
     values = [record["values"] for record in records(one) if record["step"] > 0]
     assert max(step[expected] for step in values) > (algorithm == "dapo")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tandem.config.schema import ParallelConfig
 from tests.ranks import on_ranks
 from tests.training.conftest import PlainRun
-from tests.training.test_ranks import assert_same_run, ran
+from tests.training.runs import assert_same_run, ranks_ran
 
 OFFLOADED = ("optimizer", "reference", "reward")
 SHORT = ((2, 3, False, True),)
@@ -47,6 +47,6 @@ def test_every_case_is_the_run_of_one_plain_process(
             offload=OFFLOADED if offloads else (),
         ),
     )
-    on_ranks(2, ran, ours)
+    on_ranks(2, ranks_ran, ours)
     assert_same_run(tmp_path, reference, unlike=() if hybrid else ("old_logprobs_sampled",))
     AutoModelForCausalLM.from_pretrained(tmp_path / "ppo" / "actor")

@@ -22,7 +22,6 @@ from transformers import (
 from tandem.errors import ModelError
 from tandem.models.scalar import check_scalar_model
 from tandem.training.make_engine import make_engine
-from tandem.training.run_stages import train
 from tests.tiny import tiny_config, tiny_llama, tiny_tokenizer
 from tests.training import letter_rewards
 from tests.training.runs import ran
@@ -95,7 +94,7 @@ def test_a_model_that_a_later_stage_cannot_use_is_refused_before_the_first(
     config = tiny_config(tmp_path / "run", tiny_model, preferences, **changes)
     lines: list[str] = []
     with pytest.raises(ModelError, match=part):
-        train(config, command="test", print_line=lines.append)
+        ran(config, lines=lines)
     assert not (tmp_path / "run").exists()
     assert not any(line.startswith("reading") for line in lines), "data come after it"
 
@@ -133,7 +132,7 @@ def test_a_model_that_cannot_recompute_a_part_is_refused_before_the_first_stage(
         scoring__self_test=False, **{knob: opt(tmp_path / "opt")},
     )  # fmt: skip
     with pytest.raises(ModelError, match="family 'opt' must keep their mlp in a module of its own"):
-        train(config, command="test", print_line=lambda line: None)
+        ran(config)
     assert not (tmp_path / "run").exists()
 
 
@@ -148,7 +147,7 @@ def test_adapters_of_a_later_stage_are_compared_before_the_first(
         sft__max_steps=1, ppo__steps=1,
     )  # fmt: skip
     with pytest.raises(ModelError, match="got rank 2, alpha 16 for rank 4"):
-        train(config, command="test", print_line=lambda line: None)
+        ran(config)
     assert not (tmp_path / "run").exists()
     ran(replace(config, lora=made.lora))
 
@@ -192,7 +191,7 @@ def test_targets_of_another_family_are_refused_before_the_first_stage(
         lora={"rank": 2, "targets": targets.split()},
     )  # fmt: skip
     with pytest.raises(ModelError, match=part):
-        train(config, command="test", print_line=lambda line: None)
+        ran(config)
     assert not (tmp_path / "run").exists()
 
 
@@ -204,7 +203,7 @@ def test_models_of_two_families_are_adapted_by_one_list_of_names(
         reward_model=neox(tmp_path / "neox", scalar=False), ppo__steps=1, sft__max_steps=1,
         reward__max_steps=1, lora={"rank": 2, "targets": ["q_proj", "v_proj", "query_key_value"]},
     )  # fmt: skip
-    path = train(config, command="test", print_line=lambda line: None).path
+    path = ran(config)
     found = {
         name: json.loads((path / name / "adapter/adapter_config.json").read_text())
         for name in ("sft", "reward", "ppo/actor", "ppo/critic")

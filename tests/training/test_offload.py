@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tandem.config.schema import ParallelConfig
 from tests.ranks import on_ranks
 from tests.training.conftest import PlainRun
-from tests.training.test_ranks import assert_same_run, ran, records
+from tests.training.runs import assert_same_run, ranks_ran, records
 
 ALL = ("optimizer", "params", "reference", "reward")
 
@@ -35,7 +35,7 @@ def test_offload_at_one_process_changes_no_number(
         parallel=ParallelConfig(offload=offload),  # type: ignore[arg-type]
     )
     # In a process of its own: offloaded weights make a process group.
-    on_ranks(1, ran, ours)
+    on_ranks(1, ranks_ran, ours)
     assert_same_run(tmp_path / "ours", Path(plain.output_dir))
 
 
@@ -49,7 +49,7 @@ def test_offloaded_weights_over_ranks_change_no_number(
         output_dir=str(tmp_path / "ours"),
         parallel=ParallelConfig(actor_zero_stage=stage, critic_zero_stage=stage, offload=ALL),
     )
-    on_ranks(2, ran, ours)
+    on_ranks(2, ranks_ran, ours)
     assert_same_run(tmp_path / "ours", Path(plain.output_dir))
 
 
@@ -77,7 +77,7 @@ def test_a_run_in_fp16_follows_that_in_fp32(
             offload=offload,  # type: ignore[arg-type]
         ),
     )
-    on_ranks(size, ran, ours)
+    on_ranks(size, ranks_ran, ours)
     losses = {}
     for name, config in (("plain", plain), ("ours", ours)):
         values = [r["values"] for r in records(Path(config.output_dir)) if r["stage"] == "sft"]

@@ -29,7 +29,7 @@ from tandem.plan.run import plan_memory
 from tandem.training.run_stages import train
 from tandem.training.stage_loop import StepLoop
 from tests.tiny import tiny_config, tiny_llama
-from tests.training.test_ranks import records
+from tests.training.runs import records
 
 TOKENS = 512
 

@@ -17,7 +17,6 @@ from tandem.parallel.world import World
 from tandem.rewards.scoring import RewardFunctions
 from tandem.training.algorithm import algorithm_of
 from tandem.training.ppo import note_on_tokens
-from tandem.training.run_stages import train
 from tandem.types import Experience
 from tests.ranks import on_ranks
 from tests.training.runs import ran
@@ -206,7 +205,7 @@ def test_a_run_records_what_each_token_got(tmp_path: Path, tiny_model: str, file
 
 def refused(world: World, config: RunConfig) -> str:
     with pytest.raises(ConfigError) as error:
-        train(config, command="test", print_line=lambda line: None, world=world)
+        ran(config, world)
     return str(error.value)
 
 

@@ -26,9 +26,9 @@ from tandem.training.checks.preflight import (
     rates_for_large_models,
 )
 from tandem.training.run_folder import Run
-from tandem.training.run_stages import train
 from tandem.training.stage_data import StepRows, prepare_rows
 from tests.tiny import save_tiny_model, tiny_config, tiny_tokenizer
+from tests.training.runs import ran
 
 FOUR = World(size=4, ranks_per_node=4)
 
@@ -122,7 +122,7 @@ def test_nothing_is_written_by_a_run_whose_slices_cannot_be(
     run = tmp_path / "run"
     config = tiny_config(run, tiny_model, preferences, parallel__inference_tp_size=2)
     with pytest.raises(ConfigError, match="must divide the ranks of a node"):
-        train(config, command="test", print_line=lambda line: None)
+        ran(config)
     assert not (run / "config.yaml").exists()
 
 
@@ -150,7 +150,7 @@ def test_scores_of_one_answer_have_no_spread(
     run = tmp_path / "run"
     config = tiny_config(run, tiny_model, preferences, reward__normalize_prompts=1)
     with pytest.raises(ConfigError, match="normalize_prompts must be 0 or find two prompts"):
-        train(config, command="test", print_line=lambda line: None)
+        ran(config)
     assert not (run / "config.yaml").exists()
 
 
@@ -187,7 +187,7 @@ def test_a_reward_function_that_cannot_be_called_is_refused_before_the_first_ste
         with pytest.raises(ConfigError, match=part):
             check_rows(config, rows_of, tiny_model, tiny_model)
         with pytest.raises(ConfigError, match=part):
-            train(config, command="test", print_line=lambda line: None)
+            ran(config)
         assert not (tmp_path / "run").exists()
     else:
         check_rows(config, rows_of, tiny_model, tiny_model)
@@ -258,7 +258,7 @@ def test_a_rank_that_goes_missing_while_models_load_is_placed_in_their_step(
     monkeypatch.setattr(sft, "prepare", loads)
     config = tiny_config(tmp_path / "run", tiny_model, preferences)
     with pytest.raises(ModelError, match="the step ends here"):
-        train(config, command="test", print_line=lambda line: None)
+        ran(config)
     assert noted == ["sft"]
 
 

@@ -2,59 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tandem.config.schema import ParallelConfig, RunConfig
+from tandem.config.schema import ParallelConfig
 from tandem.models.load import new_causal_lm
-from tandem.parallel.world import World
-from tandem.training.run_stages import train
 from tests.models.families import config_of
 from tests.models.hybrid_families import HYBRIDS
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config, tiny_tokenizer
 from tests.training.conftest import PlainRun
-
-# What depends on the clock, and what greedy choices of a moved policy amplify.
-_UNLIKE = (
-    *("seconds", "reward_seconds", "tokens_per", "samples_per"),
-    *("tflops", "peak_memory", "rank_"),
-)
-
-
-def ran(world: World, config: RunConfig) -> None:
-    train(config, command="test", print_line=lambda line: None, world=world)
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def assert_same_run(ours: Path, alone: Path, unlike: tuple[str, ...] = ()) -> None:
-    for left, right in zip(records(ours), records(alone), strict=True):
-        assert (left["stage"], left["step"]) == (right["stage"], right["step"])
-        names = {n for n in right["values"] if not n.startswith(_UNLIKE + unlike)}
-        assert names == {n for n in left["values"] if not n.startswith(_UNLIKE + unlike)}
-        for name in names:
-            expected = right["values"][name]
-            assert left["values"][name] == pytest.approx(expected, rel=2e-3, abs=2e-4), (
-                left["stage"],
-                left["step"],
-                name,
-            )
-    for part in ("sft", "reward", "ppo/actor", "ppo/critic", "ppo/ema"):
-        weights = load_file(ours / part / "model.safetensors")
-        expected = load_file(alone / part / "model.safetensors")
-        assert weights.keys() == expected.keys()
-        for name, weight in expected.items():
-            assert float((weights[name] - weight).abs().mean()) < 1e-5, (part, name)
+from tests.training.runs import assert_same_run, ran, ranks_ran, records
 
 
 @pytest.mark.parametrize(
@@ -76,12 +38,14 @@ def test_all_steps_over_ranks_are_those_of_one(
     parallel = ParallelConfig(
         actor_zero_stage=stage, critic_zero_stage=stage, inference_tp_size=slices
     )
-    on_ranks(size, ran, replace(config, output_dir=str(tmp_path / "ranks"), parallel=parallel))
+    config = replace(config, output_dir=str(tmp_path / "ranks"), parallel=parallel)
+    on_ranks(size, ranks_ran, config)
     assert_same_run(tmp_path / "ranks", alone)
-    waits = [r["values"].get("rank_wait") for r in records(tmp_path / "ranks")]
+    found = records(tmp_path / "ranks", unlike=())
+    waits = [r["values"].get("rank_wait") for r in found]
     assert any(wait is not None for wait in waits)
     assert all(0 <= wait < 1 for wait in waits if wait is not None)
-    updates = [r for r in records(tmp_path / "ranks") if {"loss", "value_loss"} & set(r["values"])]
+    updates = [r for r in found if {"loss", "value_loss"} & set(r["values"])]
     assert {r["stage"] for r in updates} == {"sft", "reward", "ppo"}
     assert all(0 <= r["values"]["rank_idle"] < 1 for r in updates)
     if rank:
@@ -107,7 +71,7 @@ def test_a_family_that_hugging_face_answers_for(
         tmp_path / "alone", str(tmp_path / "model"), preferences,
         sft__max_steps=1, reward__max_steps=1, ppo__steps=2, ppo__ema=True,
     )  # fmt: skip
-    train(alone, command="test", print_line=lambda line: None)
+    ran(alone)
     parallel = ParallelConfig(actor_zero_stage=3, critic_zero_stage=3)
-    on_ranks(2, ran, replace(alone, output_dir=str(tmp_path / "ranks"), parallel=parallel))
+    on_ranks(2, ranks_ran, replace(alone, output_dir=str(tmp_path / "ranks"), parallel=parallel))
     assert_same_run(tmp_path / "ranks", tmp_path / "alone")

@@ -23,12 +23,12 @@ from tandem.training.comparing.eval_command import evaluate_run
 from tandem.training.export import export
 from tandem.training.own_folder import SAVE_NOW, on_these_ranks
 from tandem.training.replay import _learned, replay
-from tandem.training.run_stages import train
 from tandem.training.stage_loop import BAD_STEPS, StepLoop
 from tandem.training.supervised import SupervisedTrainer
 from tandem.types import Source, TokenRow
 from tests.data.built_tokenizers import sentencepiece
 from tests.tiny import tiny_config
+from tests.training.runs import ran
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -50,7 +50,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, tiny_model: str, preferenc
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepLoop, "end", ending)
         with pytest.raises(Stopped):
-            train(config, command="test", print_line=lambda line: None)
+            ran(config)
     return folder
 
 
@@ -126,7 +126,7 @@ def test_a_step_that_was_left_out_is_left_out_again_and_nothing_is_touched(
         return values
 
     monkeypatch.setattr(SupervisedTrainer, "step", second_fails)
-    train(config, command="test", print_line=lambda line: None)
+    ran(config)
     assert list((tmp_path / BAD_STEPS).iterdir())
     times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     assert replay(str(tmp_path), 3, rows=0) == 0

@@ -23,8 +23,7 @@ from tandem.training.saving import save_anywhere
 from tests.models.families import tokenizer
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config
-from tests.training.runs import StopError, ran, stop_at
-from tests.training.test_ranks import assert_same_run
+from tests.training.runs import StopError, assert_same_run, ran, stop_at
 
 MIB = 2**20
 

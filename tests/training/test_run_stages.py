@@ -22,7 +22,7 @@ from tandem.config.load import check_config, load_config
 from tandem.config.schema import RunConfig
 from tandem.engine import rollouts
 from tandem.errors import CheckpointError, ConfigError, DataError, ModelError
-from tandem.metrics.log import MetricLog, read_metrics
+from tandem.metrics.log import read_metrics
 from tandem.metrics.report import write_report
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.training import own_folder, run_stages
@@ -31,6 +31,8 @@ from tandem.training.run_stages import train
 from tandem.training.stage_data import prepare_rows
 from tandem.types import Message
 from tests.tiny import tiny_config, write_preferences
+
+from .runs import StopError, ran, stop_at
 
 BRIEF: dict[str, object] = {
     "sft__max_steps": 1, "reward__max_steps": 1, "dpo__max_steps": 1, "ppo__steps": 1,
@@ -49,11 +51,6 @@ def save_with_another_template(model: str, folder: Path) -> str:
     return str(folder)
 
 
-def quiet(config: RunConfig, lines: list[str] | None = None) -> Path:
-    print_line = (lines if lines is not None else []).append
-    return train(config, command="tandem train", print_line=print_line).path
-
-
 @pytest.fixture(scope="module")
 def finished(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: str, preferences: str
@@ -63,7 +60,7 @@ def finished(
     config = tiny_config(
         folder, tiny_model, preferences, ppo__ema=True, ppo__ptx_data=[preferences]
     )
-    return quiet(config), config
+    return ran(config), config
 
 
 def test_every_model_is_a_folder_that_hugging_face_opens(
@@ -119,7 +116,7 @@ def test_the_same_command_again_repeats_nothing(finished: tuple[Path, RunConfig]
     lines: list[str] = []
     half_written = run / f".data.json.{2**22 + 1}"  # more than any process's number
     half_written.touch()
-    quiet(config, lines)
+    ran(config, lines=lines)
     assert not half_written.exists()
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*.safetensors")} == before
     assert [line for line in lines if "finished before" in line] == [
@@ -136,12 +133,12 @@ def test_what_another_run_finished_in_the_meantime_is_not_repeated(
 
     def late(run: run_module.Run, command: str) -> None:
         monkeypatch.setattr(run_module.Run, "open", opened)
-        quiet(config)
+        ran(config)
         opened(run, command)
 
     monkeypatch.setattr(run_module.Run, "open", late)
     lines: list[str] = []
-    quiet(config, lines)
+    ran(config, lines=lines)
     assert f"sft: finished before, in {tmp_path / 'run/sft'}" in lines
     assert "sft: begins" not in lines
 
@@ -152,9 +149,9 @@ def test_a_finished_step_is_not_taken_for_one_of_other_knobs(
     run, config = finished
     other = replace(config, sft=replace(config.sft, learning_rate=5e-4))
     with pytest.raises(CheckpointError, match=r"changed: sft.learning_rate 0.001 -> 0.0005"):
-        quiet(other)
+        ran(other)
     shown = replace(config, ppo=replace(config.ppo, eval_every=2))
-    quiet(shown)  # what is only shown may change
+    ran(shown)  # what is only shown may change
     assert (run / "ppo").is_dir()
 
 
@@ -164,14 +161,14 @@ def test_a_finished_step_that_is_to_be_longer_is_told_how_to_go_on(
     run, config = finished
     longer = replace(config, ppo=replace(config.ppo, steps=4))
     with pytest.raises(CheckpointError) as raised:
-        quiet(longer)
+        ran(longer)
     assert "cannot be made longer" in str(raised.value)
     assert f"give --actor-model {run / 'ppo' / 'actor'} in another --output-dir" in str(
         raised.value
     )
     other = replace(longer, ppo=replace(longer.ppo, kl_coef=0.5))
     with pytest.raises(CheckpointError) as raised:
-        quiet(other)
+        ran(other)
     assert "longer" not in str(raised.value)
 
 
@@ -191,10 +188,10 @@ def test_a_finished_step_is_not_taken_for_one_of_other_rows(
     lines = Path(preferences).read_text().splitlines()
     data.write_text("\n".join(lines[:100]))
     config = tiny_config(tmp_path / "run", tiny_model, str(data), stages=["sft"])
-    quiet(config)
+    ran(config)
     data.write_text("\n".join(lines))
     with pytest.raises(CheckpointError, match="changed: the rows of data"):
-        quiet(config)
+        ran(config)
 
 
 def test_a_folder_of_the_users_is_not_taken_for_a_step(
@@ -203,7 +200,7 @@ def test_a_folder_of_the_users_is_not_taken_for_a_step(
     (tmp_path / "run" / "sft").mkdir(parents=True)
     config = tiny_config(tmp_path / "run", tiny_model, preferences, stages=["sft"])
     with pytest.raises(CheckpointError, match="would be lost"):
-        quiet(config)
+        ran(config)
 
 
 def test_a_language_model_is_no_reward_model(
@@ -213,7 +210,7 @@ def test_a_language_model_is_no_reward_model(
         tmp_path / "run", tiny_model, preferences, stages=["ppo"], reward_model=tiny_model
     )
     with pytest.raises(ModelError, match="must have a scalar head already"):
-        quiet(config)
+        ran(config)
 
 
 def test_a_refused_run_leaves_the_old_ones_configuration(
@@ -223,9 +220,9 @@ def test_a_refused_run_leaves_the_old_ones_configuration(
     with monkeypatch.context() as patch:
         stop_at(patch, "sft", 3)
         with pytest.raises(StopError):
-            quiet(config)
+            ran(config)
     with pytest.raises(CheckpointError, match="changed: seed 1234 -> 5"):
-        quiet(replace(config, seed=5))
+        ran(replace(config, seed=5))
     assert load_config(tmp_path / "run" / "config.yaml") == config
 
 
@@ -244,7 +241,7 @@ def test_ppo_across_the_border_of_a_longrope_stops_before_the_first_step(
     with pytest.raises(
         ConfigError, match=r"must stay within the 16 tokens past which this model's"
     ):
-        quiet(config)
+        ran(config)
     assert not (tmp_path / "run" / "sft").exists()
 
 
@@ -253,10 +250,10 @@ def test_rows_beyond_the_models_positions_stop_before_the_first_step(
 ) -> None:
     config = tiny_config(tmp_path / "run", tiny_model, preferences, sampling__max_new_tokens=250)
     with pytest.raises(ConfigError, match="must fit the model's 256 positions; got"):
-        quiet(config)
+        ran(config)
     config = tiny_config(tmp_path / "run", tiny_model, preferences, dataset__split=[1, 0, 1])
     with pytest.raises(ConfigError, match=r"reward must have at least one row; got none\. See the"):
-        quiet(config)
+        ran(config)
     assert not (tmp_path / "run").exists()
 
 
@@ -268,7 +265,7 @@ def test_a_folder_that_is_no_model_is_told_before_data_are_read(
     (folder / "config.json").unlink()
     config = tiny_config(tmp_path / "run", str(folder), str(tmp_path / "gone.jsonl"))
     with pytest.raises(ModelError, match=r"must be a folder with config.json; got one that holds"):
-        quiet(config)
+        ran(config)
 
 
 def test_a_stage_without_rows_names_the_columns_that_nothing_reads(
@@ -278,7 +275,7 @@ def test_a_stage_without_rows_names_the_columns_that_nothing_reads(
     data.write_text("".join(f'{{"prompt": "Q{i}?", "reply": "yes"}}\n' for i in range(9)))
     config = tiny_config(tmp_path / "run", tiny_model, str(data), stages=["sft"], dataset__split=[])
     with pytest.raises(ConfigError) as error:
-        quiet(config)
+        ran(config)
     assert (
         "stage sft must have at least one row; got none. All 9 usable rows of a are prompts alone: "
         "no stage reads their column reply. Map the answer's column, as in "
@@ -298,7 +295,7 @@ def test_dpo_pairs_are_in_the_policys_tokens_beside_a_reward_model_with_others(
     assert [len(p.chosen) for p in rows.pairs] != [len(p.chosen) for p in rows.dpo_pairs]
     prefix = rows.renderer.prompt([Message("user", "x")]).token_ids[:1]
     assert all(pair.chosen.token_ids[:1] == prefix for pair in rows.dpo_pairs)
-    quiet(config)
+    ran(config)
 
 
 def test_the_first_prompts_stand_for_every_data_set(
@@ -311,21 +308,6 @@ def test_the_first_prompts_stand_for_every_data_set(
     rows = prepare_rows(config, tiny_model, tiny_model)
     first = {prompt.source.dataset for prompt in rows.prompts[:16]}
     assert first == {"prefs", "second"}
-
-
-class StopError(Exception):
-    """Stands for a kill."""
-
-
-def stop_at(monkeypatch: pytest.MonkeyPatch, stage: str, step: int) -> None:
-    log = MetricLog.log
-
-    def stopping(self: MetricLog, at: int, values: dict[str, float]) -> object:
-        if self._stage == stage and at == step:
-            raise StopError
-        return log(self, at, values)
-
-    monkeypatch.setattr(MetricLog, "log", stopping)
 
 
 def test_a_comparison_is_of_the_models_that_are_there(
@@ -346,16 +328,16 @@ def test_a_comparison_is_of_the_models_that_are_there(
 
         patch.setattr(run_stages, "compare", stopped)
         with pytest.raises(StopError):
-            quiet(config)
+            ran(config)
     page = write_report(tmp_path / "run").read_text()
     assert "evaluation.json compares models other than" in page
     assert "at the end of the run" not in page
-    run = quiet(config)
+    run = ran(config)
     evaluation = json.loads((run / "evaluation.json").read_text())
     assert evaluation["models"]["sft"] == before["models"]["sft"]
     assert evaluation["models"]["ppo"] != before["models"]["ppo"]
     shown = json.loads((run / "evaluation.json").read_text())
-    quiet(replace(config, ppo=replace(config.ppo, eval_prompts=4)))
+    ran(replace(config, ppo=replace(config.ppo, eval_prompts=4)))
     assert json.loads((run / "evaluation.json").read_text()) != shown
 
 
@@ -363,13 +345,13 @@ def test_a_comparison_that_is_whole_is_not_made_again(
     finished: tuple[Path, RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, config = finished
-    quiet(config)
+    ran(config)
 
     def again(*arguments: object) -> None:
         raise AssertionError
 
     monkeypatch.setattr(run_stages, "compare", again)
-    quiet(config)
+    ran(config)
 
 
 def test_a_stopped_run_continues_to_the_same_bits(
@@ -383,8 +365,8 @@ def test_a_stopped_run_continues_to_the_same_bits(
         with monkeypatch.context() as patch:
             stop_at(patch, stage, step)
             with pytest.raises(StopError):
-                quiet(config, lines)
-    run = quiet(config, lines)
+                ran(config, lines=lines)
+    run = ran(config, lines=lines)
     for stage, times in (("sft", 2), ("reward", 1), ("ppo", 1)):
         assert lines.count(f"{stage}: continuing after step 2 (checkpoint verified)") == times
     for name in ("sft", "reward", "ppo/actor", "ppo/critic", "ppo/ema"):
@@ -401,7 +383,7 @@ def test_two_runs_with_one_seed_are_one_and_another_seed_is_another(
     finished: tuple[Path, RunConfig], tmp_path: Path
 ) -> None:
     whole, config = finished
-    other = quiet(replace(config, output_dir=str(tmp_path / "b"), seed=99))
+    other = ran(replace(config, output_dir=str(tmp_path / "b"), seed=99))
     key = "model.embed_tokens.weight"
     first = load_file(whole / "ppo/actor/model.safetensors")[key]
     assert not torch.equal(first, load_file(other / "ppo/actor/model.safetensors")[key])
@@ -414,7 +396,7 @@ def test_lora_through_all_steps_with_gradient_checkpointing(
         tmp_path / "run", tiny_model, preferences, lora__rank=4, gradient_checkpointing=True,
         ppo__ema=True, **BRIEF,
     )  # fmt: skip
-    run = quiet(config)
+    run = ran(config)
     for name in ("sft", "ppo/actor", "ppo/ema"):
         assert (run / name / "adapter" / "adapter_model.safetensors").exists()
         merged = AutoModelForCausalLM.from_pretrained(run / name)
@@ -427,7 +409,7 @@ def test_dpo_in_place_of_steps_two_and_three(
     tmp_path: Path, tiny_model: str, preferences: str
 ) -> None:
     config = tiny_config(tmp_path / "run", tiny_model, preferences, stages=["sft", "dpo"])
-    run = quiet(config)
+    run = ran(config)
     first = read_metrics(run)[5].values  # dpo, step 1
     assert first["loss"] == pytest.approx(0.6931, abs=1e-3)  # the policy is the reference: log 2
     assert (run / "dpo" / "model.safetensors").exists()
@@ -445,7 +427,7 @@ def test_a_reward_function_alone_needs_no_reward_model(
         tmp_path / "run", tiny_model, preferences, stages=["ppo"],
         ppo__reward_function=f"{rewards}:short",
     )  # fmt: skip
-    run = quiet(config)
+    run = ran(config)
     values = read_metrics(run)[-1].values
     assert values["heldout_reward"] < 0
     assert "reward_raw" not in values
@@ -457,7 +439,7 @@ def test_reward_model_with_another_tokenizer_is_scored_through_text(
     other = save_with_another_template(tiny_model, tmp_path / "other")
     config = tiny_config(tmp_path / "run", tiny_model, preferences, reward_model=other, **BRIEF)
     lines: list[str] = []
-    run = quiet(config, lines)
+    run = ran(config, lines=lines)
     assert read_metrics(run)[-1].values["heldout_reward"] != 0
     assert (
         "ppo: reward model: another tokenizer or chat template than the policy's, so "
@@ -465,7 +447,7 @@ def test_reward_model_with_another_tokenizer_is_scored_through_text(
         "the critic starts from the policy, with a new head"
     ) in lines
     lines.clear()
-    quiet(tiny_config(tmp_path / "alike", tiny_model, preferences, **BRIEF), lines)
+    ran(tiny_config(tmp_path / "alike", tiny_model, preferences, **BRIEF), lines=lines)
     assert not any("another tokenizer" in line for line in lines)
 
 
@@ -482,9 +464,9 @@ def test_a_warm_up_that_leaves_the_policy_no_rollout_is_refused(
     one_pass = replace(config, ppo=replace(config.ppo, steps=0))
     check_config(one_pass)
     with pytest.raises(ConfigError, match=message.format(2, 3)):
-        quiet(one_pass)
+        ran(one_pass)
     assert not (tmp_path / "run").exists(), "no stage began before it"
-    quiet(replace(config, ppo=replace(config.ppo, critic_warmup_steps=2)))
+    ran(replace(config, ppo=replace(config.ppo, critic_warmup_steps=2)))
 
 
 def test_a_reward_model_is_trained_without_a_policy(
@@ -494,14 +476,14 @@ def test_a_reward_model_is_trained_without_a_policy(
         tmp_path / "run", "", preferences, stages=["reward"], reward_model=tiny_model
     )  # fmt: skip
     lines: list[str] = []
-    run = quiet(config, lines)
+    run = ran(config, lines=lines)
     assert any("scores stay raw (no policy" in line for line in lines)
     assert lines[0] == f"reading {preferences}"
     evaluation = json.loads((run / "evaluation.json").read_text())
     assert set(evaluation["models"]) == {"reward model"}
     assert evaluation["answers"] == []
     assert AutoModelForSequenceClassification.from_pretrained(run / "reward").config.num_labels == 1
-    quiet(config, lines)
+    ran(config, lines=lines)
     assert f"reward: finished before, in {run / 'reward'}" in lines
 
 
@@ -517,13 +499,13 @@ def test_a_functions_numbers_are_clipped_only_on_request_which_the_start_says(
         ppo__reward_function=f"{rewards}:long", ppo__steps=1,
     )  # fmt: skip
     lines: list[str] = []
-    run = quiet(config, lines)
+    run = ran(config, lines=lines)
     assert not any("clipped" in line for line in lines)
     assert read_metrics(run)[-1].values["reward"] > 18
     bound = replace(
         config, output_dir=str(tmp_path / "bound"), ppo=replace(config.ppo, reward_clip=10.0)
     )
-    run = quiet(bound, lines)
+    run = ran(bound, lines=lines)
     assert (
         f"ppo: scores beyond +-10 are clipped, {rewards}:long's too (--ppo.reward-clip 0: none)"
         in lines
@@ -534,15 +516,15 @@ def test_a_functions_numbers_are_clipped_only_on_request_which_the_start_says(
 def test_what_is_missing_is_said_at_once(tmp_path: Path, tiny_model: str, preferences: str) -> None:
     config = tiny_config(tmp_path / "run", "", preferences)
     with pytest.raises(ConfigError, match="actor_model must name a model"):
-        quiet(replace(config, data=()))
+        ran(replace(config, data=()))
     config = tiny_config(tmp_path / "run", tiny_model, preferences, stages=["ppo"])
     with pytest.raises(ConfigError, match="stage ppo must have a reward"):
-        quiet(config)
+        ran(config)
     assert not (tmp_path / "run").exists()
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "hi", "chosen": 3, "rejected": "x"}\n')
     with pytest.raises(DataError, match=r"bad.jsonl:1"):
-        quiet(replace(config, data=(str(bad),), stages=("sft",)))
+        ran(replace(config, data=(str(bad),), stages=("sft",)))
 
 
 def test_a_missing_tracker_is_said_before_data_are_read(
@@ -552,7 +534,7 @@ def test_a_missing_tracker_is_said_before_data_are_read(
     config = tiny_config(tmp_path / "run", tiny_model, "no-such-file.jsonl", log__wandb="mine")
     lines: list[str] = []
     with pytest.raises(ConfigError, match=r"log.wandb must be empty if wandb is not installed"):
-        quiet(config, lines)
+        ran(config, lines=lines)
     assert not any("reading" in line for line in lines)
     assert not (tmp_path / "run").exists()
 
@@ -563,7 +545,7 @@ def test_a_folder_of_something_else_is_left_as_it_is(
 ) -> None:
     (tmp_path / name).write_text("mine")
     with pytest.raises(CheckpointError, match=f"with '{name}'"):
-        quiet(tiny_config(tmp_path, tiny_model, preferences))
+        ran(tiny_config(tmp_path, tiny_model, preferences))
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(name, "mine")]
 
 
@@ -572,7 +554,7 @@ def test_two_runs_do_not_write_in_one_folder(
 ) -> None:
     monkeypatch.setattr(own_folder, "lock", lambda path: None)  # what another process makes of it
     with pytest.raises(CheckpointError, match="one run at a time; got another"):
-        quiet(tiny_config(tmp_path, tiny_model, preferences))
+        ran(tiny_config(tmp_path, tiny_model, preferences))
     assert not list(tmp_path.iterdir())
 
 
@@ -600,7 +582,7 @@ def test_a_run_at_home_is_written_and_read_at_home(
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     config = tiny_config(Path("~/run"), tiny_model, preferences, stages=["sft", "reward"])
-    assert quiet(config) == tmp_path / "home" / "run"
+    assert ran(config) == tmp_path / "home" / "run"
     assert not list((tmp_path / "work").iterdir())
     made_from = json.loads((tmp_path / "home/run/reward/MANIFEST.json").read_text())["facts"]
     entries = json.loads((tmp_path / "home/run/sft/MANIFEST.json").read_text())["files"]
@@ -625,7 +607,7 @@ def test_a_given_model_that_changed_since_it_was_saved_is_refused(
     config = tiny_config(tmp_path / "new", tiny_model, preferences, stages=["sft"])
     config = replace(config, **{knob: str(tmp_path / "run" / part)})
     with pytest.raises(CheckpointError, match=r"model.safetensors must have the SHA-256 .*Copy"):
-        quiet(config)
+        ran(config)
     assert not (tmp_path / "new").exists()
 
 
@@ -644,7 +626,7 @@ def test_every_file_of_a_given_model_is_hashed_once(
     monkeypatch.setattr(files, "sha256", counted)
     monkeypatch.setattr(files, "_SETTLED_SECONDS", -1.0)
     config = tiny_config(tmp_path / "new", str(whole / "sft"), preferences, stages=["sft"])
-    quiet(config)
+    ran(config)
     assert read.count(str(whole / "sft" / "model.safetensors")) == 1
 
 
@@ -661,7 +643,7 @@ def test_hugging_faces_generate_is_taken_for_every_answer_where_that_is_asked(
 
     monkeypatch.setattr(rollouts, "generate", spied)
     config = tiny_config(tmp_path / "run", tiny_model, preferences, **BRIEF)
-    quiet(replace(config, hybrid_engine=False))
+    ran(replace(config, hybrid_engine=False))
     # Normalization, PPO's two evaluations and one step, and three models compared.
     assert asked == [True] * 7
 
@@ -681,7 +663,7 @@ def test_a_column_of_a_name_that_reward_functions_are_given_is_left_out_for_them
         ppo__reward_function=f"{rewards}:one",
     )  # fmt: skip
     lines: list[str] = []
-    run = quiet(config, lines)
+    run = ran(config, lines=lines)
     assert any("reward functions get completions from Tandem" in line for line in lines)
     log = (run / "metrics.jsonl").read_text().splitlines()
     step = next(json.loads(line) for line in log if '"step": 1' in line)
@@ -697,7 +679,7 @@ def test_a_damaged_line_of_a_log_does_not_end_a_run(
     log = tmp_path / "run" / "metrics.jsonl"
     text = log.read_text()
     log.write_text("not JSON\n" + text)
-    quiet(replace(config, output_dir=str(tmp_path / "run")))
+    ran(replace(config, output_dir=str(tmp_path / "run")))
     assert (tmp_path / "run" / "metrics.jsonl.damaged").read_text() == "not JSON\n"
     assert "not JSON" not in log.read_text()
     assert len(read_metrics(tmp_path / "run")) == len(read_metrics(whole))
@@ -710,7 +692,7 @@ def test_a_damaged_finished_step_says_what_to_do(
     shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "run" / "sft" / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"sft/config.json must .*, or remove .*/run/sft"):
-        quiet(replace(config, output_dir=str(tmp_path / "run")))
+        ran(replace(config, output_dir=str(tmp_path / "run")))
 
 
 def test_a_run_is_evaluated_on_data_of_its_own(tmp_path: Path, tiny_model: str) -> None:
@@ -721,7 +703,7 @@ def test_a_run_is_evaluated_on_data_of_its_own(tmp_path: Path, tiny_model: str) 
         tmp_path / "run", tiny_model, data, stages=["sft", "dpo"], eval_data=[own],
         dataset={"split": [1, 1, 0]}, sft__max_steps=1, dpo__max_steps=1,
     )  # fmt: skip
-    run = quiet(config)
+    run = ran(config)
     ledger = json.loads((run / "data.json").read_text())["datasets"]
     assert [account["used"].get("heldout", 0) for account in ledger] == [0, 12]
     rows = prepare_rows(config, tiny_model, tiny_model)
@@ -730,9 +712,9 @@ def test_a_run_is_evaluated_on_data_of_its_own(tmp_path: Path, tiny_model: str) 
     assert "heldout_loss" in metrics
     write_preferences(tmp_path / "own.jsonl", num=13, seed=8)
     with pytest.raises(CheckpointError, match="the rows of eval_data"):
-        quiet(config)
+        ran(config)
     with pytest.raises(ConfigError, match=r"dataset\.heldout must be left alone where eval_data"):
-        quiet(replace(config, dataset=replace(config.dataset, heldout=0.3)))
+        ran(replace(config, dataset=replace(config.dataset, heldout=0.3)))
 
 
 def test_evaluation_data_cannot_be_left_out_on_the_way(tmp_path: Path, tiny_model: str) -> None:
@@ -743,8 +725,8 @@ def test_evaluation_data_cannot_be_left_out_on_the_way(tmp_path: Path, tiny_mode
         tmp_path / "run", tiny_model, data, stages=["sft"], eval_data=[own], sft__max_steps=1,
         dataset={"split": [1, 1, 0]},
     )  # fmt: skip
-    quiet(config)
+    ran(config)
     with pytest.raises(CheckpointError, match="the rows of eval_data"):
-        quiet(replace(config, eval_data=()))
+        ran(replace(config, eval_data=()))
     with pytest.raises(CheckpointError, match="the rows of eval_data"):
-        quiet(replace(config, eval_data=(), stages=("dpo",), dpo=replace(config.dpo, max_steps=1)))
+        ran(replace(config, eval_data=(), stages=("dpo",), dpo=replace(config.dpo, max_steps=1)))

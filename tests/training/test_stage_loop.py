@@ -36,14 +36,13 @@ from tandem.training import experience as experiences
 from tandem.training.flight_recorder import RECORDER_FILE
 from tandem.training.own_folder import SAVE_NOW
 from tandem.training.run_report import report_at_a_stop
-from tandem.training.run_stages import train
 from tandem.training.signals import StopSignals
 from tandem.training.stage_loop import BAD_STEPS, StepLoop
 from tandem.training.supervised import SupervisedTrainer
 from tests.ranks import on_ranks
 from tests.rewards.test_remote import Reply, serving
 from tests.tiny import tiny_config
-from tests.training.test_ranks import ran, records
+from tests.training.runs import ran, records
 
 
 def config_of(folder: Path, model: str, data: str, **changes: Any) -> RunConfig:
@@ -52,7 +51,7 @@ def config_of(folder: Path, model: str, data: str, **changes: Any) -> RunConfig:
 
 def quietly(config: RunConfig, world: World | None = None) -> list[str]:
     lines: list[str] = []
-    train(config, command="test", print_line=lines.append, world=world)
+    ran(config, world, lines)
     return lines
 
 
@@ -114,7 +113,7 @@ def test_signals_save_the_running_step_and_the_same_command_continues(
         with monkeypatch.context() as patched:
             patched.setattr(StepLoop, "begin", interrupted)
             with pytest.raises(Stopped, match=f"{number.name} after {stage} step {at}") as stopped:
-                train(config, command="test", print_line=lines.append)
+                ran(config, lines=lines)
         assert stopped.value.exit_code == 128 + number
         assert signal.getsignal(number) == before
         saved = (tmp_path / "checkpoints" / stage).is_dir()
@@ -246,7 +245,7 @@ def stopped_on_one_rank(world: World, config: RunConfig) -> str:
 
         StepLoop.begin = interrupted  # type: ignore[method-assign]
     try:
-        ran(world, config)
+        ran(config, world)
     except Stopped as stopped:
         return str(stopped)
     return ""
@@ -563,7 +562,7 @@ def bad_on_one_rank(world: World, config: RunConfig) -> list[dict[str, float]]:
             backward(self, loss * float("nan") if calls[0] == 3 else loss, *args, **kwargs)
 
         learner.Learner.backward = poisoned  # type: ignore[method-assign]
-    ran(world, config)
+    ran(config, world)
     return [r["values"] for r in records(Path(config.output_dir)) if r["stage"] == "sft"]
 
 

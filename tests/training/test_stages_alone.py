@@ -10,12 +10,8 @@ import pytest
 
 from tandem.config.schema import RunConfig
 from tandem.errors import CheckpointError
-from tandem.training.run_stages import train
 from tests.tiny import tiny_config
-
-
-def quiet(config: RunConfig) -> None:
-    train(config, command="tandem train", print_line=lambda line: None)
+from tests.training.runs import ran
 
 
 def alone(config: RunConfig, stage: str, **changed: object) -> RunConfig:
@@ -38,8 +34,8 @@ def finished(
     folder = tmp_path_factory.mktemp("run") / "first"
     config = tiny_config(folder, model, preferences, sft__max_steps=1, reward__max_steps=1,
                          ppo__steps=1)  # fmt: skip
-    quiet(alone(config, "sft"))
-    quiet(alone(config, "reward", sft=RunConfig().sft))  # nobody repeats the knobs of stages before
+    ran(alone(config, "sft"))
+    ran(alone(config, "reward", sft=RunConfig().sft))  # nobody repeats the knobs of stages before
     return folder, config
 
 
@@ -47,7 +43,7 @@ def test_finished_stages_are_taken_as_they_stand(finished: tuple[Path, RunConfig
     folder, config = finished
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("*.safetensors")}
     defaults = RunConfig()
-    quiet(alone(config, "ppo", actor_model="", sft=defaults.sft, reward=defaults.reward))
+    ran(alone(config, "ppo", actor_model="", sft=defaults.sft, reward=defaults.reward))
     assert {p: p.stat().st_mtime_ns for p in before} == before
     assert (folder / "ppo/actor").is_dir()
     shutil.rmtree(folder / "ppo")
@@ -59,7 +55,7 @@ def test_a_model_may_lie_elsewhere_but_not_be_another(
     folder, config = finished
     link = tmp_path / "link"
     link.symlink_to(model)
-    quiet(alone(config, "reward", actor_model=f"{link}/"))  # finished, and of the same files
+    ran(alone(config, "reward", actor_model=f"{link}/"))  # finished, and of the same files
     other = tmp_path / "other"
     shutil.copytree(model, other)
     tokens = other / "tokenizer_config.json"
@@ -68,7 +64,7 @@ def test_a_model_may_lie_elsewhere_but_not_be_another(
     files = r"the files of actor_model \(tokenizer_config.json\)\."
     made = f"^{folder / 'sft'} and {folder / 'reward'} were made .*; changed: {files}"
     with pytest.raises(CheckpointError, match=made):
-        quiet(alone(config, "ppo", actor_model=str(other)))
+        ran(alone(config, "ppo", actor_model=str(other)))
 
 
 def test_what_later_stages_build_on_has_to_be_as_it_was(
@@ -78,10 +74,10 @@ def test_what_later_stages_build_on_has_to_be_as_it_was(
     folder, config = finished
     both = f"^{folder / 'sft'} and {folder / 'reward'} were made"
     with pytest.raises(CheckpointError, match=f"{both} .* changed: seed 1234 -> 5"):
-        quiet(alone(config, "ppo", seed=5))
+        ran(alone(config, "ppo", seed=5))
     rows = replace(config.dataset, heldout=0.3)
     with pytest.raises(CheckpointError, match=f"{both} .* changed: dataset.heldout"):
-        quiet(alone(config, "ppo", dataset=rows))
+        ran(alone(config, "ppo", dataset=rows))
     copied = tmp_path / "copy"
     shutil.copytree(folder, copied)
     shutil.rmtree(copied / "sft")
@@ -89,7 +85,7 @@ def test_what_later_stages_build_on_has_to_be_as_it_was(
         with pytest.raises(
             CheckpointError, match=r"copy/reward was made .* changed: the sft stage"
         ):
-            quiet(alone(replace(config, output_dir=str(copied)), stage))
+            ran(alone(replace(config, output_dir=str(copied)), stage))
 
 
 def test_all_stages_that_were_made_otherwise_are_named_at_once(
@@ -98,11 +94,11 @@ def test_all_stages_that_were_made_otherwise_are_named_at_once(
     folder, config = finished
     again = replace(config, stages=("sft", "reward"))
     with pytest.raises(CheckpointError) as raised:
-        quiet(replace(again, seed=7))
+        ran(replace(again, seed=7))
     both = f"{folder / 'sft'} and {folder / 'reward'}"
     assert str(raised.value).startswith(f"{both} were made with other knobs")
     assert f"remove {both}; to keep them" in str(raised.value)
     assert str(raised.value).count("seed 1234 -> 7") == 1
     other = replace(again.reward, learning_rate=0.1)
     with pytest.raises(CheckpointError, match=f"^{folder / 'reward'} was made"):
-        quiet(alone(again, "reward", reward=other))
+        ran(alone(again, "reward", reward=other))

@@ -11,9 +11,9 @@ from tandem.config.flags import parse_run_flags
 from tandem.config.schema import ParallelConfig, RunConfig
 from tandem.errors import ConfigError
 from tandem.parallel.world import World
-from tandem.training.run_stages import train
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config
+from tests.training.runs import ran
 
 ALL = ParallelConfig(
     actor_zero_stage=3,
@@ -26,7 +26,7 @@ ALL = ParallelConfig(
 
 def said(world: World, config: RunConfig) -> list[str]:
     lines: list[str] = []
-    train(config, command="test", print_line=lines.append, world=world)
+    ran(config, world, lines)
     return lines
 
 
