@@ -160,6 +160,21 @@ def at_once(read: Callable[[T], R], files: Sequence[T]) -> list[R]:
         return list(threads.map(read, files))
 
 
+def cache_folder() -> Path:
+    """Where what was built or measured on this machine is kept."""
+    chosen = os.environ.get("TANDEM_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
+
+
+def existing(path: Path) -> Path:
+    """`path`, or the nearest folder above it that exists."""
+    while not path.exists():
+        path = path.parent
+    return path
+
+
 def folder_near(path: str | Path) -> str:
     """The folder beside one that is not there whose name is nearest to its; empty if none is."""
     return _near(Path(path), Path.is_dir, cutoff=0.6)

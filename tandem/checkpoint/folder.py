@@ -20,7 +20,7 @@ from typing import Any
 
 from tandem.checkpoint.sending import pass_on
 from tandem.errors import CheckpointError, TandemError
-from tandem.files import at_once, sha256, sha256_once, sync, write_new
+from tandem.files import at_once, existing, sha256, sha256_once, sync, write_new
 from tandem.parallel.world import World
 
 MANIFEST = "MANIFEST.json"
@@ -345,10 +345,3 @@ def _described(aside: Path, folder: Path, world: World) -> dict[str, Entry]:
     parts = world.all_gather_object(mine)
     known = {name: entry for part in parts for name, entry in part.items()}
     return {name: known[name] for name in names}
-
-
-def existing(path: Path) -> Path:
-    """`path`, or the nearest folder above it that exists."""
-    while not path.exists():
-        path = path.parent
-    return path

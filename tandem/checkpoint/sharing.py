@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tandem.checkpoint.folder import existing
 from tandem.errors import CheckpointError
+from tandem.files import existing
 from tandem.parallel.world import World
 
 

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from tandem import processor
+from tandem.files import cache_folder
 from tandem.text import first_line
 
 if sys.platform != "win32":
@@ -126,14 +127,6 @@ def prefer_large_pages(*tensors: torch.Tensor) -> None:
     for tensor in tensors:
         if tensor.is_cpu and available():
             torch.ops.tandem.large_pages(tensor)
-
-
-def cache_folder() -> Path:
-    """Where built libraries are kept."""
-    chosen = os.environ.get("TANDEM_CACHE")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
 
 
 def compiler() -> str | None:

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from tandem import processor
 from tandem.config.pages import Parser
+from tandem.files import cache_folder, existing
 from tandem.generation.blocks import free_bytes
 from tandem.ops import gpu, native
 from tandem.ops.rates import ProductRate, memory_rate, product_rate
@@ -56,7 +57,7 @@ def doctor_command(args: Sequence[str]) -> int:
 
 def examine(*, speed: bool) -> dict[str, Any]:
     """Everything that the command shows, as JSON has it."""
-    cache = native.cache_folder()
+    cache = cache_folder()
     rates = [product_rate(*shape, dtype) for dtype in _DTYPES for shape in _SHAPES] if speed else []
     return {
         "processor": processor.name(),
@@ -82,7 +83,7 @@ def examine(*, speed: bool) -> dict[str, Any]:
         "versions": {name: _version(name) for name in (*_NEEDED, *_OPTIONAL, "tandem-rlhf")},
         "free_memory_bytes": free_bytes(torch.device("cpu")),
         "free_disk_bytes": shutil.disk_usage(Path.cwd()).free,
-        "free_cache_disk_bytes": shutil.disk_usage(_existing(cache)).free,
+        "free_cache_disk_bytes": shutil.disk_usage(existing(cache)).free,
         "missing": _missing(),
     }
 
@@ -118,11 +119,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _existing(path: Path) -> Path:
-    """The path, or the closest folder above it that exists."""
-    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 
 
 def _show(facts: Mapping[str, Any]) -> None:

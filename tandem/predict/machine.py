@@ -22,6 +22,7 @@ from typing import Any
 
 from tandem import processor
 from tandem.errors import ConfigError
+from tandem.files import cache_folder
 from tandem.files import replace as replace_file
 from tandem.predict.hardware import Hardware, as_values, hardware_of, read_hardware
 from tandem.process import resident_bytes
@@ -273,12 +274,10 @@ def memory_bytes() -> float:
 def _kept_at(device: str) -> Path:
     """The file of this machine's measurement: by processor, cores and threads, and by the GPUs that
     this torch may use."""
-    chosen = os.environ.get("TANDEM_CACHE")
-    root = Path(chosen) if chosen else _user_cache()
     threads = os.environ.get("OMP_NUM_THREADS", "")
     gpus = "" if device == "cpu" else _gpus()
     key = f"1 {processor.name()} {processor.num_cores()} {threads} {gpus}"
-    return root / f"machine-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+    return cache_folder() / f"machine-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
 
 
 def _gpus() -> str:
@@ -290,10 +289,6 @@ def _gpus() -> str:
     if not found or torch.endswith("+cpu") or seen in ("", "-1"):
         return ""
     return f"{torch} {' '.join(found)} {seen or ''}"
-
-
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
 
 
 def _keep(found: Hardware, device: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.checkpoint.folder import MANIFEST, existing, read_manifest
+from tandem.checkpoint.folder import MANIFEST, read_manifest
 from tandem.checkpoint.state import (
     best_named_by,
     load_state_of,
@@ -23,6 +23,7 @@ from tandem.config.schema import RunConfig
 from tandem.config.spellings import listed
 from tandem.config.stages import in_order, stage_of
 from tandem.errors import CheckpointError, ConfigError
+from tandem.files import existing
 from tandem.parallel.world import World
 from tandem.training.lineage import lineage_of
 from tandem.training.model_card import write_models

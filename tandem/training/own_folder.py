@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
-from tandem.checkpoint.folder import existing, together
+from tandem.checkpoint.folder import together
 from tandem.config.load import load_config
 from tandem.config.schema import RunConfig
 from tandem.config.stages import stage_names
 from tandem.data.chat.own_template import with_kept_template
 from tandem.errors import CheckpointError
-from tandem.files import lock, not_a_run
+from tandem.files import existing, lock, not_a_run
 from tandem.parallel.world import World
 from tandem.text import visible
 

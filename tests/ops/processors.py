@@ -16,6 +16,7 @@ import pytest
 from torch import Tensor
 
 from tandem import processor
+from tandem.files import cache_folder
 from tandem.ops import native
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,7 +98,7 @@ def compile_once(march: str, file: Path, *arguments: str) -> None:
     version = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     made_from = f"{command}{version}{flags_for(march)}{arguments}{file.name}{sources(file)}"
     key = hashlib.sha256(made_from.encode()).hexdigest()
-    done = native.cache_folder() / f"{file.stem}-{key[:16]}.compiled"
+    done = cache_folder() / f"{file.stem}-{key[:16]}.compiled"
     if not done.is_file():
         compile_with(march, *arguments, str(file), "-o", os.devnull)
         done.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +112,7 @@ def built(march: str, harness: str, units: tuple[str, ...] = ()) -> ctypes.CDLL:
     made_with = f"{native.compiler()}{units}{flags_for(march)}{processor.description()}"
     made_from = made_with + sources(path)
     key = hashlib.sha256(made_from.encode()).hexdigest()
-    library = native.cache_folder() / f"{path.stem}-{key[:16]}.so"
+    library = cache_folder() / f"{path.stem}-{key[:16]}.so"
     if not library.is_file():
         library.parent.mkdir(parents=True, exist_ok=True)
         made = library.with_suffix(f".{os.getpid()}")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from tandem.files import cache_folder
 from tandem.ops import native
 
 SOURCE = Path(__file__).with_name("device.cpp")
@@ -32,7 +33,7 @@ def library() -> Path:
     ]  # fmt: skip
     key = "\0".join([*command, torch.__version__, SOURCE.read_text("utf-8")])
     name = f"simulated-gpu-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    made = native.cache_folder() / name
+    made = cache_folder() / name
     if not made.exists():
         made.parent.mkdir(parents=True, exist_ok=True)
         part = made.with_suffix(f".{os.getpid()}")
