@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tandem.named_functions import named_function
+from tests.jsonl import read_jsonl
 
 EXAMPLE = Path(__file__).parents[1] / "examples/guess.py"
 PAGE = Path(__file__).parents[1] / "docs/environments.md"
@@ -54,7 +55,7 @@ def test_games_keep_to_the_rules(tmp_path: Path) -> None:
         if len(guesses) < 4:
             assert guesses[-1] in fits
     assert found
-    rows = [json.loads(line) for line in numbers.read_text("utf-8").splitlines()]
+    rows = read_jsonl(numbers)
     assert {row["number"] for row in rows} == set(range(1, 16))
 
 

@@ -17,6 +17,7 @@ from tandem.data.embedded import build_tokenizer, model_config, rows
 from tandem.errors import ConfigError
 from tandem.models.load import new_causal_lm
 from tandem.models.save import save_model
+from tests.jsonl import write_jsonl
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "smollm2"
 NAMES = ("arm", "collapse", "evaluate", "hh", "measure", "mismatch", "table", "tasks")
@@ -128,7 +129,7 @@ def test_hh_places_every_policy_on_the_plane_of_reward_and_kl(
     config = model_config(tokenizer, hidden_size=32, num_layers=1)
     save_model(new_causal_lm(config, seed=0), tokenizer, tmp_path / "base")
     data = tmp_path / "pairs.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows(160)))
+    write_jsonl(data, rows(160))
     output = tmp_path / "hh"
     command = f"hh.py --model {tmp_path}/base --data {data} --output {output} --pairs 150"
     sizes = "--ppo-steps 1 --prompts 6 --best-of 4 --max-tokens 96 --max-new-tokens 8"

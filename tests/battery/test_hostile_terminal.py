@@ -24,6 +24,7 @@ from tandem.metrics.report import write_report
 from tandem.serve import chat as serve
 from tandem.training.comparing.eval_command import show_comparison
 from tests.battery.figures import record
+from tests.jsonl import write_jsonl
 from tests.tiny import save_tiny_model, tiny_tokenizer
 
 ESCAPES = (
@@ -101,7 +102,7 @@ def test_the_data_check(tmp_path: Path) -> None:
     file = tmp_path / "a\x1b[31m\u202eb.jsonl"
     rows = [{"prompt": t, "chosen": "a" + t, "rejected": "b", t: t} for t in texts(50)]
     rows += [{"role": t} for t in texts(5)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(file, rows)
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100)
     config = DataConfig(on_bad_row="drop")

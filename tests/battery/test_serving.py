@@ -24,6 +24,7 @@ import pytest
 
 from bench.ports import free_port
 from tests.battery.figures import record
+from tests.jsonl import read_jsonl
 
 pytestmark = pytest.mark.skipif(
     find_spec("starlette") is None, reason="needs the extra serve (starlette, uvicorn)"
@@ -271,7 +272,7 @@ def test_no_vote_is_lost_or_doubled_by_kills(served: Path, tmp_path: Path, kills
         for name in own:
             vote(server, name)
             vote(server, name)
-    rows = [json.loads(line) for line in votes.read_text(encoding="utf-8").splitlines()]
+    rows = read_jsonl(votes)
     found = Counter(row["id"] for row in rows)
     assert not confirmed - found.keys(), "a vote that was confirmed is lost"
     assert set(found.values()) <= {1}, "a vote is there twice"

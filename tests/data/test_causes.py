@@ -13,10 +13,11 @@ from tandem.config.stages import Share
 from tandem.data.causes import why_none
 from tandem.data.dataset import load_data
 from tandem.data.ledger import Ledger
+from tests.jsonl import write_jsonl
 
 
 def ledger_of(path: Path, rows: list[dict[str, Any]]) -> Ledger:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     return load_data(DataConfig(on_bad_row="drop"), [str(path)], seed=1).ledger
 
 

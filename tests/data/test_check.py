@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,12 @@ from tandem.data.check import check
 from tandem.data.check_command import data_command
 from tandem.errors import ConfigError, DataError, ModelError
 from tests.data.built_tokenizers import byte_level
+from tests.jsonl import write_jsonl
 
 ROWS = [
     {"prompt": f"Question {i}?", "chosen": "a longer answer", "rejected": "short"}
     for i in range(19)
 ] + [{"prompt": "Last?", "chosen": "x", "rejected": "yy"}]
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def run(data: list[str], color: bool = False, **options: Any) -> tuple[int, str]:
@@ -36,7 +31,7 @@ def run(data: list[str], color: bool = False, **options: Any) -> tuple[int, str]
 
 
 def test_good_data_exits_with_0(tmp_path: Path) -> None:
-    code, text = run([write(tmp_path / "a.jsonl", ROWS)], rows=2)
+    code, text = run([write_jsonl(tmp_path / "a.jsonl", ROWS)], rows=2)
     assert code == 0
     assert "a was read as: preference (20)" in text
     assert "Length bias: chosen is longer in 95.0% of 20 pairs (equal in 0.0%)." in text
@@ -51,7 +46,7 @@ def test_good_data_exits_with_0(tmp_path: Path) -> None:
 
 def test_bad_rows_are_shown_and_exit_with_1(tmp_path: Path) -> None:
     bad = [{"prompt": "x", "chosen": "", "rejected": "b"}, {"messages": [{"role": "asst"}]}]
-    code, text = run([write(tmp_path / "a.jsonl", [*ROWS, *bad])])
+    code, text = run([write_jsonl(tmp_path / "a.jsonl", [*ROWS, *bad])])
     assert code == 1
     assert "dropped: chosen must not be blank" in text
     assert "a.jsonl:21" in text
@@ -59,14 +54,14 @@ def test_bad_rows_are_shown_and_exit_with_1(tmp_path: Path) -> None:
 
 
 def test_the_first_bad_row_comes_with_what_to_do(tmp_path: Path) -> None:
-    code, text = run([write(tmp_path / "a.jsonl", [*ROWS, {"q": "x", "good": "y"}])])
+    code, text = run([write_jsonl(tmp_path / "a.jsonl", [*ROWS, {"q": "x", "good": "y"}])])
     assert code == 1
     shown = " ".join(text.replace("│", " ").split())
     assert "found columns q, good. Map its columns, as in FILE::prompt=question" in shown
 
 
 def test_what_a_step_alone_would_get(tmp_path: Path) -> None:
-    data = write(tmp_path / "a.jsonl", ROWS)
+    data = write_jsonl(tmp_path / "a.jsonl", ROWS)
     for stages, num_used in ((["sft"], 20), (["sft", "reward", "ppo"], 20), (["dpo"], 20)):
         text = run([data], stages=stages)[1]
         assert f"used: in a run of {' '.join(stages)} (one stage alone" in text
@@ -81,7 +76,7 @@ def test_labels_and_rankings_are_counted_and_labels_used_where_a_stage_reads_the
 ) -> None:
     rows = [{"prompt": f"Q{i}?", "completion": "a", "label": i % 4 > 0} for i in range(20)]
     rows += [{"prompt": f"R{i}?", "ranking": ["a", "b", "c"]} for i in range(5)]
-    data = [write(tmp_path / "a.jsonl", rows)]
+    data = [write_jsonl(tmp_path / "a.jsonl", rows)]
     code, text = run(data, stages=["kto"])
     assert code == 0
     assert "Labels: 15 good and 5 bad answers (75.0% good), which a stage on labelled" in text
@@ -100,7 +95,7 @@ def test_what_compares_answers_is_shown_as_a_column_map_with_what_is_left(tmp_pa
     rated = [{"response": text, "overall_score": size} for size, text in enumerate("xyz")]
     rated.append({"response": "none", "overall_score": "N/A"})
     lists = [{"instruction": f"R{i}?", "completions": rated} for i in range(3)]
-    data = [write(tmp_path / "a.jsonl", votes), write(tmp_path / "b.jsonl", lists)]
+    data = [write_jsonl(tmp_path / "a.jsonl", votes), write_jsonl(tmp_path / "b.jsonl", lists)]
     code, text = run(data, stages=["reward"])
     assert code == 0
     assert (
@@ -117,9 +112,9 @@ def test_what_compares_answers_is_shown_as_a_column_map_with_what_is_left(tmp_pa
 
 
 def test_shared_prompts_are_shown(tmp_path: Path) -> None:
-    a = write(tmp_path / "a.jsonl", ROWS)
-    b = write(tmp_path / "b.jsonl", [{"prompt": " question  3? "}, {"prompt": "New?"}])
-    c = write(tmp_path / "c.jsonl", [{"prompt": "Other?"}])
+    a = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    b = write_jsonl(tmp_path / "b.jsonl", [{"prompt": " question  3? "}, {"prompt": "New?"}])
+    c = write_jsonl(tmp_path / "c.jsonl", [{"prompt": "Other?"}])
     assert "Prompts shared between a and b: 1, such as 'question 3?'." in run([a, b, c])[1]
     assert "Prompts shared between data sets: none." in run([a, c])[1]
 
@@ -133,7 +128,7 @@ def test_data_cannot_act_on_the_terminal(tmp_path: Path) -> None:
         {evil: 1},
         {"messages": [{"role": evil, "content": evil}]},
     ]
-    both = [write(tmp_path / name, rows), write(tmp_path / "b.jsonl", rows[:1])]
+    both = [write_jsonl(tmp_path / name, rows), write_jsonl(tmp_path / "b.jsonl", rows[:1])]
     code, text = run(both)
     assert code == 1
     assert "[bold]x[/bold]" in text
@@ -143,7 +138,7 @@ def test_data_cannot_act_on_the_terminal(tmp_path: Path) -> None:
 def test_tokens_are_counted_and_coloured(tmp_path: Path, shared: Path) -> None:
     folder = str(shared / "models" / "stories260K" / "hf")
     long = {"prompt": "long " * 600, "chosen": "\x1b[2Jno", "rejected": "b"}
-    data = write(tmp_path / "a.jsonl", [*ROWS, long, {"text": "Once."}])
+    data = write_jsonl(tmp_path / "a.jsonl", [*ROWS, long, {"text": "Once."}])
     code, text = run([data], tokenizer_path=folder, rows=1)
     assert code == 0
     assert "a.jsonl:1 chosen:" in text
@@ -161,7 +156,7 @@ def test_tokens_are_counted_and_coloured(tmp_path: Path, shared: Path) -> None:
 
 def test_rows_are_shown_in_a_template_of_ones_own(tmp_path: Path) -> None:
     byte_level().save_pretrained(tmp_path / "tokenizer")
-    data = write(
+    data = write_jsonl(
         tmp_path / "a.jsonl", [*ROWS, {"messages": [{"role": "user", "content": "x"}] * 2}]
     )
     out = io.StringIO()
@@ -185,7 +180,7 @@ def test_rows_the_renderer_refuses_exit_with_1(
 
     monkeypatch.setattr(render_room.Renderer, "prompt", refuse)
     code, text = run(
-        [write(tmp_path / "a.jsonl", ROWS)],
+        [write_jsonl(tmp_path / "a.jsonl", ROWS)],
         tokenizer_path=str(shared / "models" / "stories260K" / "hf"),
     )
     assert code == 1
@@ -195,13 +190,13 @@ def test_rows_the_renderer_refuses_exit_with_1(
 
 def test_a_tokenizer_that_does_not_load(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="must be a folder or hub name that loads; got") as error:
-        run([write(tmp_path / "a.jsonl", ROWS)], tokenizer_path=str(tmp_path / "none"))
+        run([write_jsonl(tmp_path / "a.jsonl", ROWS)], tokenizer_path=str(tmp_path / "none"))
     assert "\n" not in str(error.value)
 
 
 def test_rows_that_look_rendered_are_noted(tmp_path: Path) -> None:
     byte_level().save_pretrained(tmp_path / "tokenizer")
-    data = write(tmp_path / "a.jsonl", [{"text": "<|im_start|>user\nHi<|im_end|>"}, *ROWS])
+    data = write_jsonl(tmp_path / "a.jsonl", [{"text": "<|im_start|>user\nHi<|im_end|>"}, *ROWS])
     code, text = run([data], tokenizer_path=str(tmp_path / "tokenizer"), rows=1)
     assert code == 0
     assert "note: the text spells control tokens <|im_end|>, <|im_start|>, encoded as" in text
@@ -209,7 +204,7 @@ def test_rows_that_look_rendered_are_noted(tmp_path: Path) -> None:
 
 def test_tokens_of_evenly_spaced_rows_are_counted(tmp_path: Path, shared: Path) -> None:
     tokenizer = str(shared / "tokenizers/smollm2")
-    path = write(tmp_path / "a.jsonl", ROWS)
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
     _, text = run([path], tokenizer_path=tokenizer, measured=5, rows=2)
     assert "Tokens are those of 5 evenly spaced rows of 20, but max is also of the 15 rows" in text
     assert "a.jsonl:1 chosen" in text
@@ -221,7 +216,7 @@ def test_tokens_of_evenly_spaced_rows_are_counted(tmp_path: Path, shared: Path) 
 def test_the_longest_row_is_measured_and_held_to_the_limits(tmp_path: Path, shared: Path) -> None:
     rows = [{"prompt": f"Question {i}?", "completion": "yes"} for i in range(200)]
     rows[133]["completion"] = "no " * 3000
-    path = write(tmp_path / "a.jsonl", rows)
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
     tokenizer = str(shared / "models" / "stories260K" / "hf")
     _, text = run([path], tokenizer_path=tokenizer, measured=10, rows=0, stages=["sft"])
     over = f"are longer than max_tokens 512 (--dataset.on-long-row); the first: {path}:134"
@@ -242,7 +237,7 @@ def test_the_longest_row_is_measured_and_held_to_the_limits(tmp_path: Path, shar
 
 
 def test_flags_of_a_run_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path / "a.jsonl", ROWS)
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
 
     def told(*flags: str) -> str:
         assert data_command(["check", path, "--stages", "sft", "dpo", *flags]) == 0

@@ -14,6 +14,7 @@ from tandem.data.length import fit_ranked
 from tandem.data.rows import RowProblem
 from tandem.data.shapes.shaping import Shaped, to_sample
 from tandem.types import Message, RankedRow, Sample, Source, TokenRow
+from tests.jsonl import write_jsonl
 
 HERE = Source("set", "set.jsonl", 3)
 USER = Message("user", "2+2?")
@@ -1248,7 +1249,7 @@ def test_every_stage_reads_them_as_rankings_and_pairs(tmp_path: Path) -> None:
         rows.append({**PKU, "prompt": f"So {prompt}"})
         rows.append({**PKU, "prompt": f"And {prompt}", "better_response_id": None})
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     config = DataConfig(heldout=0.0)
     pairs = load_data(config, [str(path)], seed=1, stages=["reward"])
     assert (len(pairs.pairs), sum(len(s.ranking) == 4 for s in pairs.pairs)) == (80, 40)

@@ -18,13 +18,9 @@ from tandem.data.dataset import Dataset, load_data, load_text
 from tandem.data.split import opening
 from tandem.errors import ConfigError, DataError
 from tandem.types import Message, Sample
+from tests.jsonl import write_jsonl
 
 DROP = DataConfig(on_bad_row="drop")
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def pair(i: int, kind: str = "pair") -> dict[str, Any]:
@@ -75,7 +71,7 @@ def test_no_prompt_in_two_steps_and_every_row_accounted_for(
     folder = tmp_path_factory.mktemp("overlap")
     files = []
     for name, rows in (("a", first), ("b", second), ("c", extra)):
-        files.append(write(folder / f"{name}.jsonl", [pair(i, kind) for i, kind in rows]))
+        files.append(write_jsonl(folder / f"{name}.jsonl", [pair(i, kind) for i, kind in rows]))
     config = replace(DROP, heldout=0.2)
     dataset = load_data(config, [files[0] + weight, files[1] + ":0.5"], [files[2]], seed=seed)
     sides = [openings(samples) for samples in lists(dataset).values()]
@@ -98,9 +94,9 @@ def test_no_prompt_in_two_steps_and_every_row_accounted_for(
 
 def test_the_split_does_not_move_when_data_is_added_or_reordered(tmp_path: Path) -> None:
     rows = [pair(i) for i in range(200)]
-    a = write(tmp_path / "a.jsonl", rows)
-    b = write(tmp_path / "b.jsonl", [pair(i, "answer") for i in range(100, 400)])
-    backwards = write(tmp_path / "c.jsonl", rows[::-1])
+    a = write_jsonl(tmp_path / "a.jsonl", rows)
+    b = write_jsonl(tmp_path / "b.jsonl", [pair(i, "answer") for i in range(100, 400)])
+    backwards = write_jsonl(tmp_path / "c.jsonl", rows[::-1])
     alone = load_data(DataConfig(), [a], seed=3)
     more = load_data(DataConfig(), [b, a], seed=3)
     turned = load_data(DataConfig(), [backwards], seed=3)
@@ -114,8 +110,8 @@ def test_the_split_does_not_move_when_data_is_added_or_reordered(tmp_path: Path)
 
 
 def test_sft_data_goes_to_sft_but_follows_prompts_of_other_steps(tmp_path: Path) -> None:
-    data = write(tmp_path / "data.jsonl", [pair(i) for i in range(100)])
-    extra = write(tmp_path / "extra.jsonl", [pair(i, "answer") for i in range(50, 300)])
+    data = write_jsonl(tmp_path / "data.jsonl", [pair(i) for i in range(100)])
+    extra = write_jsonl(tmp_path / "extra.jsonl", [pair(i, "answer") for i in range(50, 300)])
     config = DataConfig(heldout=0.1)
     alone = load_data(config, [data], seed=0)
     both = load_data(config, [data], [extra], seed=0)
@@ -140,7 +136,7 @@ def test_sft_data_goes_to_sft_but_follows_prompts_of_other_steps(tmp_path: Path)
 def test_what_a_step_cannot_use_is_counted(tmp_path: Path) -> None:
     kinds = ["answer", "prompt", "text"]
     rows = [pair(i, kinds[i % 3]) for i in range(300)]
-    data = write(tmp_path / "a.jsonl", rows)
+    data = write_jsonl(tmp_path / "a.jsonl", rows)
     dataset = load_data(DataConfig(heldout=0), [data], seed=1)
     unused = dataset.ledger.datasets["a"].unused
     assert set(unused) == {
@@ -156,14 +152,16 @@ def test_what_a_step_cannot_use_is_counted(tmp_path: Path) -> None:
 
 def test_an_answer_labelled_bad_is_not_learned(tmp_path: Path) -> None:
     rows = [pair(i, "answer") | {"label": i % 2 == 0} for i in range(100)]
-    dataset = load_data(DataConfig(heldout=0), [], [write(tmp_path / "a.jsonl", rows)], seed=1)
+    dataset = load_data(
+        DataConfig(heldout=0), [], [write_jsonl(tmp_path / "a.jsonl", rows)], seed=1
+    )
     assert len(dataset.texts) == 50
     assert dataset.ledger.datasets["a"].unused == {
         "answer labelled bad (column label), in the share of texts": 50
     }
     tagged = [pair(i, "answer") | {"kto_tag": False} for i in range(3)]
     config = DataConfig(heldout=0)
-    text = load_text([write(tmp_path / "b.jsonl", tagged)], config, seed=1)
+    text = load_text([write_jsonl(tmp_path / "b.jsonl", tagged)], config, seed=1)
     assert not text.train
     assert text.ledger.datasets["b"].unused == {
         "answer labelled bad (column kto_tag): not imitated": 3
@@ -175,7 +173,7 @@ def test_messages_saved_as_text_are_read_alike_from_every_format(tmp_path: Path)
     parquet = pytest.importorskip("pyarrow.parquet")
     turns = [{"role": "user", "content": "a, 'b'"}, {"role": "assistant", "content": "c"}]
     cell = json.dumps(turns)
-    lines = write(tmp_path / "a.jsonl", [{"messages": cell}])
+    lines = write_jsonl(tmp_path / "a.jsonl", [{"messages": cell}])
     quoted = cell.replace('"', '""')
     (tmp_path / "b.csv").write_text(f'messages\n"{quoted}"\n')
     table = arrow.table({"messages": [cell]})
@@ -191,13 +189,13 @@ def test_turns_that_are_not_learned_change_the_fingerprint(tmp_path: Path) -> No
     for name, weight in (("a", 0), ("b", 1)):
         turns = [{"role": r, "content": r} for r in ("user", "assistant") * 2]
         row = {"messages": [turns[0], {**turns[1], "weight": weight}, *turns[2:]]}
-        text = load_text([write(tmp_path / f"{name}.jsonl", [row])], config, seed=1)
+        text = load_text([write_jsonl(tmp_path / f"{name}.jsonl", [row])], config, seed=1)
         prints.add(text.ledger.datasets[name].fingerprint)
     assert len(prints) == 2
 
 
 def test_weights_repeat_rows_and_leave_others_out(tmp_path: Path) -> None:
-    data = write(tmp_path / "a.jsonl", [pair(i) for i in range(400)])
+    data = write_jsonl(tmp_path / "a.jsonl", [pair(i) for i in range(400)])
     once = load_data(DataConfig(), [data], seed=2)
     half = load_data(DataConfig(), [f"{data}:0.5"], seed=2)
     more = load_data(DataConfig(), [f"{data}:2.5"], seed=2)
@@ -214,7 +212,7 @@ def test_weights_repeat_rows_and_leave_others_out(tmp_path: Path) -> None:
 
 def test_a_bad_row_stops_with_its_place_or_is_counted(tmp_path: Path) -> None:
     rows = [pair(0), pair(1, "bad"), {"nothing": 1}, pair(2, "bad"), pair(3, "bad"), pair(4, "bad")]
-    data = write(tmp_path / "a.jsonl", rows)
+    data = write_jsonl(tmp_path / "a.jsonl", rows)
     with pytest.raises(DataError) as error:
         load_data(DataConfig(), [data], seed=0)
     assert str(error.value).startswith(f"{data}:2: field chosen must not be blank; found ''. ")
@@ -235,14 +233,14 @@ def test_the_system_prompt_comes_where_there_is_none(tmp_path: Path) -> None:
     own = {"messages": [{"role": "system", "content": "mine"}, {"role": "user", "content": "a"}]}
     rows = [pair(0), own, pair(2, "text")]
     config = DataConfig(system_prompt="Be brief.", heldout=0.999999)
-    found = load_data(config, [write(tmp_path / "a.jsonl", rows)], seed=0).heldout
+    found = load_data(config, [write_jsonl(tmp_path / "a.jsonl", rows)], seed=0).heldout
     assert found[0].prompt[0] == Message("system", "Be brief.")
     assert found[1].prompt[0] == Message("system", "mine")
     assert found[2].prompt == ()
 
 
 def test_the_system_prompt_does_not_move_the_split(tmp_path: Path) -> None:
-    data = write(tmp_path / "a.jsonl", [pair(i) for i in range(50)])
+    data = write_jsonl(tmp_path / "a.jsonl", [pair(i) for i in range(50)])
     plain = load_data(DataConfig(), [data], seed=0)
     with_system = load_data(DataConfig(system_prompt="Be brief."), [data], seed=0)
     for step, samples in lists(plain).items():
@@ -250,9 +248,9 @@ def test_the_system_prompt_does_not_move_the_split(tmp_path: Path) -> None:
 
 
 def test_column_maps_general_and_own(tmp_path: Path) -> None:
-    mapped = write(tmp_path / "q.jsonl", [{"q": "x?", "a": "y", "level": 1}])
-    plain = write(tmp_path / "plain.jsonl", [pair(0)])
-    own = write(tmp_path / "own.jsonl", [{"q": "story", "a": "b", "ask": "z?"}])
+    mapped = write_jsonl(tmp_path / "q.jsonl", [{"q": "x?", "a": "y", "level": 1}])
+    plain = write_jsonl(tmp_path / "plain.jsonl", [pair(0)])
+    own = write_jsonl(tmp_path / "own.jsonl", [{"q": "story", "a": "b", "ask": "z?"}])
     config = DataConfig(columns=("prompt=q", "completion=a"), heldout=0.999999)
     found = load_data(config, [mapped, plain, f"{own}::prompt=ask,completion=q"], seed=0).heldout
     assert [s.prompt[0].content for s in found] == ["x?", "Question 0?", "z?"]
@@ -262,7 +260,7 @@ def test_column_maps_general_and_own(tmp_path: Path) -> None:
 
 
 def test_a_general_map_that_nothing_has_is_refused(tmp_path: Path) -> None:
-    plain = write(tmp_path / "plain.jsonl", [pair(0)])
+    plain = write_jsonl(tmp_path / "plain.jsonl", [pair(0)])
     with pytest.raises(DataError, match=r"columns of the data sets; got qestion, which no"):
         load_data(DataConfig(columns=("prompt=qestion",)), [plain], seed=0)
     with pytest.raises(ConfigError, match=r"dataset.columns must map one of"):
@@ -270,8 +268,8 @@ def test_a_general_map_that_nothing_has_is_refused(tmp_path: Path) -> None:
 
 
 def test_duplicates_are_kept_and_counted_over_data_sets(tmp_path: Path) -> None:
-    a = write(tmp_path / "a.jsonl", [pair(0), pair(1), pair(0) | {"id": 7}])
-    b = write(tmp_path / "b.jsonl", [pair(1), pair(1, "answer")])
+    a = write_jsonl(tmp_path / "a.jsonl", [pair(0), pair(1), pair(0) | {"id": 7}])
+    b = write_jsonl(tmp_path / "b.jsonl", [pair(1), pair(1, "answer")])
     dataset = load_data(DataConfig(heldout=0), [a, b], seed=0)
     assert dataset.ledger.datasets["a"].duplicates == 1
     assert dataset.ledger.datasets["b"].duplicates == 1
@@ -280,8 +278,8 @@ def test_duplicates_are_kept_and_counted_over_data_sets(tmp_path: Path) -> None:
 
 def test_pairs_that_contradict_an_earlier_one_are_counted(tmp_path: Path) -> None:
     turned = {**pair(0), "chosen": pair(0)["rejected"], "rejected": pair(0)["chosen"]}
-    a = write(tmp_path / "a.jsonl", [pair(0), pair(1), pair(0)])
-    b = write(tmp_path / "b.jsonl", [turned, pair(2)])
+    a = write_jsonl(tmp_path / "a.jsonl", [pair(0), pair(1), pair(0)])
+    b = write_jsonl(tmp_path / "b.jsonl", [turned, pair(2)])
     ledger = load_data(DataConfig(heldout=0), [a, b], seed=0).ledger
     assert ledger.datasets["a"].notes == {}
     assert ledger.datasets["b"].notes == {"the answers of an earlier pair the other way round": 1}
@@ -294,7 +292,9 @@ def test_labels_that_contradict_an_earlier_one_are_counted(tmp_path: Path) -> No
 
     rows = [labelled("a", True), labelled("b", False), labelled("a", True), labelled("a", False)]
     rows += [labelled("b", True), labelled("c", True), {"prompt": "q", "completion": "b"}]
-    ledger = load_data(DataConfig(heldout=0), [write(tmp_path / "a.jsonl", rows)], seed=0).ledger
+    ledger = load_data(
+        DataConfig(heldout=0), [write_jsonl(tmp_path / "a.jsonl", rows)], seed=0
+    ).ledger
     account, note = ledger.datasets["a"], "the answer of an earlier row, labelled the other way"
     assert account.notes[note] == 2
     assert account.noted_at[note] == [f"{tmp_path / 'a.jsonl'}:{line}" for line in (4, 5)]
@@ -304,7 +304,7 @@ def test_labels_that_contradict_an_earlier_one_are_counted(tmp_path: Path) -> No
 def test_data_sets_of_one_name_get_names_of_their_own(tmp_path: Path) -> None:
     for folder in ("x", "y"):
         (tmp_path / folder).mkdir()
-        write(tmp_path / folder / "train.jsonl", [pair(0)])
+        write_jsonl(tmp_path / folder / "train.jsonl", [pair(0)])
     files = [str(tmp_path / folder / "train.jsonl") for folder in ("x", "y")]
     dataset = load_data(DataConfig(heldout=0), files, [files[0]], seed=0)
     assert list(dataset.ledger.datasets) == ["train", "train-2", "train-3"]
@@ -323,7 +323,7 @@ def test_files_of_other_splits_are_noted(tmp_path: Path) -> None:
     folder = tmp_path / "hub"
     folder.mkdir()
     for name in ("train", "test-0", "test-1", "test-2", "validation"):
-        write(folder / f"{name}.jsonl", [pair(i, name) for i in range(3)])
+        write_jsonl(folder / f"{name}.jsonl", [pair(i, name) for i in range(3)])
     account = load_data(DataConfig(), [str(folder)], seed=1).ledger.datasets["hub"]
     assert account.rows == 3
     assert account.notes == {
@@ -339,7 +339,7 @@ def test_blank_lines_are_counted_apart(tmp_path: Path) -> None:
 
 
 def test_late_drops_by_length_keep_the_balance(tmp_path: Path) -> None:
-    data = write(tmp_path / "a.jsonl", [pair(i) for i in range(60)])
+    data = write_jsonl(tmp_path / "a.jsonl", [pair(i) for i in range(60)])
     dataset = load_data(DataConfig(), [f"{data}:2"], seed=0)
     for sample in dataset.pairs:
         dataset.ledger.drop(sample.source, "pairs", "over max_tokens")
@@ -355,7 +355,7 @@ def test_late_drops_by_length_keep_the_balance(tmp_path: Path) -> None:
 def test_text_is_held_out_as_everywhere_else(tmp_path: Path) -> None:
     kinds = ["text", "answer", "prompt"]
     rows = [pair(i, kinds[i % 3]) for i in range(300)]
-    data = write(tmp_path / "a.jsonl", rows)
+    data = write_jsonl(tmp_path / "a.jsonl", rows)
     config = DataConfig(heldout=0.2)
     text = load_text([data], config, seed=0)
     account = text.ledger.datasets["a"]
@@ -369,7 +369,7 @@ def test_text_is_held_out_as_everywhere_else(tmp_path: Path) -> None:
 
 
 def test_text_weights_and_a_shared_ledger(tmp_path: Path) -> None:
-    data = write(tmp_path / "a.jsonl", [pair(i, "text") for i in range(100)])
+    data = write_jsonl(tmp_path / "a.jsonl", [pair(i, "text") for i in range(100)])
     dataset = load_data(DataConfig(), [data], seed=0)
     text = load_text([f"{data}:1.5"], DataConfig(), seed=0, ledger=dataset.ledger)
     half = load_text([f"{data}:0.5"], DataConfig(), seed=0)
@@ -458,17 +458,17 @@ def test_a_data_set_of_which_nothing_can_be_used_is_left_early(
     monkeypatch.setattr(dataset_module, "_HOPELESS", 20)
     bad = [{"foo": "q"}] * 40
     with pytest.raises(DataError, match=r"got none in the first 20. .*b.jsonl:20: row must have"):
-        load_data(DROP, [write(tmp_path / "b.jsonl", bad)], seed=1)
+        load_data(DROP, [write_jsonl(tmp_path / "b.jsonl", bad)], seed=1)
     some = [*bad[:19], pair(1), *bad]
-    ledger = load_data(DROP, [write(tmp_path / "c.jsonl", some)], seed=1).ledger
+    ledger = load_data(DROP, [write_jsonl(tmp_path / "c.jsonl", some)], seed=1).ledger
     assert ledger.num_dropped == 59
 
 
 def test_eval_data_is_held_out_whole_and_keeps_its_openings_out_of_training(tmp_path: Path) -> None:
     rows = [{"prompt": f"Say {i}.", "completion": str(i)} for i in range(40)]
-    data = write(tmp_path / "a.jsonl", rows)
+    data = write_jsonl(tmp_path / "a.jsonl", rows)
     others = [{"prompt": f"say  {i}.", "completion": "other"} for i in range(35, 50)]
-    own = write(tmp_path / "own.jsonl", others)
+    own = write_jsonl(tmp_path / "own.jsonl", others)
     found = load_data(DataConfig(heldout=0.5), [data], [], [own], seed=0, stages=["sft"])
     assert [s.chosen for s in found.heldout] == ["other"] * 15
     assert sorted(int(s.chosen or "") for s in found.texts) == list(range(35))
@@ -486,7 +486,7 @@ def test_speakers_within_a_prompt_are_noted_and_read_where_asked_for(
     answers = {"chosen": " 4", "rejected": " 5"}
     texts = [" Human: 2+2? Assistant:", "Human: hi Assistant: yo Human: 2+2? Assistant:", "2+2?"]
     rows = [{"prompt": text, **answers} for text in texts]
-    data = write(tmp_path / "a.jsonl", rows)
+    data = write_jsonl(tmp_path / "a.jsonl", rows)
 
     def read(*, inline: bool) -> tuple[list[tuple[Message, ...]], dict[str, int]]:
         config = DataConfig(heldout=0, inline_speakers=inline, system_prompt=system)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,9 @@ from tandem.data.rows import RowProblem
 from tandem.data.shapes.shaping import to_sample
 from tandem.errors import ConfigError
 from tandem.types import Message, Sample, Source
+from tests.jsonl import write_jsonl
 
 HERE = Source("set", "set.jsonl", 1)
-
-
-def written(path: Path, rows: Sequence[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
 
 
 def loaded(path: str, stages: Sequence[str], **more: Any) -> Dataset:
@@ -141,7 +136,7 @@ def test_pairs_of_graded_answers_are_one_row_of_several_and_every_row_is_counted
 ) -> None:
     alone = {"prompt": "Alone?", "completion": "a", "score": 2}
     tied = [{"prompt": "Tied?", "completion": c, "score": 1} for c in ("a", "b")]
-    path = written(tmp_path / "a.jsonl", [*SCORED, alone, *tied])
+    path = write_jsonl(tmp_path / "a.jsonl", [*SCORED, alone, *tied])
     for stage in ("reward", "dpo"):
         dataset = loaded(path, [stage])
         assert dataset.grades == "pairs"
@@ -157,7 +152,7 @@ def test_pairs_of_graded_answers_are_one_row_of_several_and_every_row_is_counted
 
 def test_how_grades_are_learned_follows_from_the_data_unless_it_is_said(tmp_path: Path) -> None:
     single = [row for row in SCORED if row["score"] == int(row["prompt"][9]) % 3]
-    path = written(tmp_path / "single.jsonl", single)
+    path = write_jsonl(tmp_path / "single.jsonl", single)
     dataset = loaded(path, ["reward"])
     assert (dataset.grades, len(dataset.pairs)) == ("regression", 6)
     assert [sample.grade for sample in dataset.pairs] == [0, 1, 2, 0, 1, 2]
@@ -166,17 +161,17 @@ def test_how_grades_are_learned_follows_from_the_data_unless_it_is_said(tmp_path
     assert (forced.pairs, sum(unused(forced).values())) == ([], 6)
     assert loaded(path, ["dpo"]).pairs == []  # other stages know pairs alone
     pair = {"prompt": "Pair?", "chosen": "a", "rejected": "b"}
-    both = written(tmp_path / "both.jsonl", [*single, pair])
+    both = write_jsonl(tmp_path / "both.jsonl", [*single, pair])
     assert [sample.chosen for sample in loaded(both, ["reward"]).pairs] == ["a"]
     mixed = loaded(both, ["reward"], grades="regression")
     assert (len(mixed.pairs), sum(unused(mixed).values())) == (7, 0)
-    whole = loaded(written(tmp_path / "w.jsonl", SCORED), ["reward"], grades="regression")
+    whole = loaded(write_jsonl(tmp_path / "w.jsonl", SCORED), ["reward"], grades="regression")
     assert len(whole.pairs) == 24
 
 
 def test_a_label_is_a_grade_for_the_reward_model_alone(tmp_path: Path) -> None:
     rows = [{"prompt": f"Q{i}?", "completion": "a", "label": i % 2 == 0} for i in range(6)]
-    path = written(tmp_path / "a.jsonl", rows)
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
     reward = loaded(path, ["reward"])
     assert [sample.grade for sample in reward.pairs] == [1, 0] * 3
     assert all(sample.chosen == "a" for sample in reward.pairs)
@@ -184,12 +179,12 @@ def test_a_label_is_a_grade_for_the_reward_model_alone(tmp_path: Path) -> None:
     assert [(s.grade, s.label) for s in kto.pairs] == [(None, True), (None, False)] * 3
     assert any("labelled bad" in reason for reason in unused(loaded(path, ["dpo"])))
     twice = [{"prompt": "Q?", "completion": c, "label": c == "a"} for c in ("a", "b")]
-    (sample,) = loaded(written(tmp_path / "b.jsonl", twice), ["reward"]).pairs
+    (sample,) = loaded(write_jsonl(tmp_path / "b.jsonl", twice), ["reward"]).pairs
     assert (sample.chosen, sample.rejected, sample.grades) == ("a", "b", (1.0, 0.0))
 
 
 def test_low_grades_are_not_imitated_and_counted(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.jsonl", SCORED)
+    path = write_jsonl(tmp_path / "a.jsonl", SCORED)
     alone = loaded(path, ["sft"])
     assert len(alone.texts) == 24
     (account,) = alone.ledger.datasets.values()
@@ -209,13 +204,15 @@ def test_low_grades_are_not_imitated_and_counted(tmp_path: Path) -> None:
     assert {sample.grade for sample in text.train} == {2, 3}
     assert len(load_text([path], DataConfig(heldout=0.0), seed=1).train) == 24
     same = [{"prompt": f"Q{i}?", "completion": "a", "score": 0.1} for i in range(10)]
-    equal = loaded(written(tmp_path / "same.jsonl", same), ["sft"], config={"min_grade": "mean"})
+    equal = loaded(
+        write_jsonl(tmp_path / "same.jsonl", same), ["sft"], config={"min_grade": "mean"}
+    )
     assert len(equal.texts) == 10
     assert len(loaded(path, ["ppo"]).prompts) == 24  # a prompt may have any answer
 
 
 def test_held_out_answers_of_low_grades_are_no_texts_and_keep_their_grades(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.jsonl", SCORED)
+    path = write_jsonl(tmp_path / "a.jsonl", SCORED)
     config = DataConfig(heldout=0.9)
     heldout = load_data(config, [path], seed=1, stages=["reward"]).heldout
     assert {s.grade for s in heldout if s.chosen is not None} == {2, 3}
@@ -231,7 +228,7 @@ def test_the_lowest_imitated_grade_is_a_number_or_a_word(
         check_config(build_config({"dataset": {"min_grade": "best"}}))
     with pytest.raises(ConfigError, match=r"reward.grade_margin must be 0 with reward.grades regr"):
         check_config(build_config({"reward": {"grades": "regression", "grade_margin": 1.0}}))
-    path = written(tmp_path / "a.jsonl", SCORED)
+    path = write_jsonl(tmp_path / "a.jsonl", SCORED)
     with pytest.raises(ConfigError, match="--grades must be one of auto, pairs, regression; got"):
         data_command(["check", path, "--grades", "pair"])
     assert data_command(["check", path, "--stages", "reward", "--rows", "1"]) == 0
@@ -245,7 +242,7 @@ def test_the_lowest_imitated_grade_is_a_number_or_a_word(
 def test_one_column_of_grades_per_data_set(tmp_path: Path) -> None:
     rows = [{"prompt": f"Q{i // 2}?", "completion": f"a{i}", "score": 80 + i % 5} for i in range(8)]
     rows += [{"prompt": f"Q{i // 2}?", "completion": f"b{i}", "rating": i % 5} for i in range(8)]
-    found = loaded(written(tmp_path / "mixed.jsonl", rows), ["reward"])
+    found = loaded(write_jsonl(tmp_path / "mixed.jsonl", rows), ["reward"])
     assert min(grade for sample in found.pairs for grade in sample.grades) >= 80
     (account,) = found.ledger.datasets.values()
     told = "graded in column rating, and rows before in score: not read as a grade"
@@ -254,7 +251,7 @@ def test_one_column_of_grades_per_data_set(tmp_path: Path) -> None:
 
 def test_a_fingerprint_has_the_grades_that_the_run_depends_on(tmp_path: Path) -> None:
     rows = [{"prompt": f"Q{i}?", "completion": "a", "score": i} for i in range(6)]
-    path = written(tmp_path / "a.jsonl", rows)
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
 
     def fingerprint(*stages: str, min_grade: str = "auto") -> str:
         found = loaded(path, list(stages), config={"min_grade": min_grade})
@@ -270,13 +267,13 @@ def test_a_fingerprint_has_the_grades_that_the_run_depends_on(tmp_path: Path) ->
 
 def test_grades_beside_other_shapes_and_beyond_all_sizes(tmp_path: Path) -> None:
     rows = [{"prompt": "Q?", "chosen": f"a{i}", "score": i} for i in range(3)]
-    (sample,) = loaded(written(tmp_path / "a.jsonl", rows), ["reward"]).pairs
+    (sample,) = loaded(write_jsonl(tmp_path / "a.jsonl", rows), ["reward"]).pairs
     assert sample.grades == (2.0, 1.0, 0.0)
     pair = [{"prompt": "Q?", "chosen": "a", "rejected": "b", "grade": 3}]
-    found = loaded(written(tmp_path / "b.jsonl", pair), ["reward"])
+    found = loaded(write_jsonl(tmp_path / "b.jsonl", pair), ["reward"])
     (account,) = found.ledger.datasets.values()
     assert account.notes["with a grade beside two answers, not read"] == 1
     huge = [{"prompt": "Q?", "completion": f"a{i}", "grade": 10.0 ** (300 + i)} for i in range(3)]
-    found = loaded(written(tmp_path / "c.jsonl", huge), ["reward"])
+    found = loaded(write_jsonl(tmp_path / "c.jsonl", huge), ["reward"])
     (account,) = found.ledger.datasets.values()
     assert account.notes["with a grade that is no finite number, not read as a grade"] == 3

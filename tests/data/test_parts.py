@@ -16,6 +16,7 @@ from tandem.data.reading.sources import files_left, parse_spec, read_rows
 from tandem.data.rows import RawRow
 from tandem.data.sampled import sampled
 from tandem.errors import ConfigError, DataError
+from tests.jsonl import write_jsonl
 
 
 def texts(name: str) -> list[str]:
@@ -281,7 +282,7 @@ def test_parts_are_data_sets_of_their_own_in_a_run_and_a_plan(tmp_path: Path) ->
     folder.mkdir()
     for split, count in (("train", 40), ("test", 5)):
         rows = [{"prompt": f"{split} {i}", "completion": "yes"} for i in range(count)]
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(folder / f"{split}.jsonl", rows)
     data, held_out = [f"{folder}@/train"], [f"{folder}@/test"]
     found = load_data(DataConfig(), data, (), held_out, seed=1, stages=("sft",))
     assert list(found.ledger.datasets) == ["set@/train", "set@/test"]

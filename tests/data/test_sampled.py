@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from tandem.data.sampled import sampled, thin
 from tandem.errors import DataError
 from tandem.plan.lengths import rows_by_stage
 from tandem.predict.rows import Rows
+from tests.jsonl import write_jsonl
 
 
 def written(path: Path, num: int) -> Path:
@@ -22,7 +22,7 @@ def written(path: Path, num: int) -> Path:
         {"prompt": f"{n} " + "a " * (n // 100), "chosen": "b " * (1 + n // 50), "rejected": "c"}
         for n in range(num)
     )
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    write_jsonl(path, rows)
     return path
 
 
@@ -53,7 +53,7 @@ def test_a_sample_of_any_size_ends_and_has_rows_of_each_data_set(tmp_path: Path,
     plain = [written(tmp_path / f"{num}.jsonl", num) for num in (1, 50)]
     graded = tmp_path / "graded.jsonl"
     rows = ({"prompt": f"{n // 4}?", "completion": f"{n}", "score": n % 4} for n in range(100))
-    graded.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    write_jsonl(graded, rows)
     for paths in ([graded], [graded, *plain]):
         read, every = sampled([*map(str, paths)], most)
         kept = [list(read(parse_spec(str(path)))) for path in paths]
@@ -103,7 +103,7 @@ def test_graded_answers_are_thinned_in_blocks_so_that_those_to_a_prompt_stay_tog
     rows = (
         {"prompt": f"Question {n // 4}?", "completion": f"{n}", "score": n % 4} for n in range(8000)
     )
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    write_jsonl(path, rows)
     config = build_config(
         {"stages": ["reward"], "dataset": {"heldout": 0.0}, "data": [str(path)]}, where=""
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from tandem.data.dataset import load_text
 from tandem.data.render import Renderer
 from tandem.data.spelled import note_spelled
 from tests.data.built_tokenizers import byte_level
+from tests.jsonl import write_jsonl
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def thinking() -> PreTrainedTokenizerBase:
 
 
 def notes(path: Path, rows: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     found = load_text([f"{path}:2"], DataConfig(heldout=0), seed=1)
     note_spelled(found.train, Renderer(tokenizer), found.ledger)
     account = found.ledger.datasets[path.stem]

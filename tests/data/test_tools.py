@@ -28,6 +28,7 @@ from tandem.training.rendering import Rendering
 from tandem.types import Message, Sample, Source
 from tests.data.built_tokenizers import CHATML, byte_level
 from tests.data.test_tool_rendering import CALL, RESULT, SAID, TAGGED, TOOLS, built
+from tests.jsonl import write_jsonl
 
 HERE = Source("set", "rows.jsonl", 1)
 ASKED = {"role": "user", "content": "How is the weather in Oslo?"}
@@ -307,7 +308,7 @@ def test_tables_write_null_where_nothing_was_given(name: str, tmp_path: Path) ->
     parquet = pytest.importorskip("pyarrow.parquet")
     rows, columns = TABLES[name]
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(tmp_path / "rows.jsonl", rows)
     found = []
     for file in ("rows.parquet", "rows.jsonl"):
         mapped = ",".join(f"{role}={column}" for role, column in columns.items())
@@ -351,7 +352,7 @@ ROWS: list[dict[str, Any]] = [
 
 def loaded(folder: Path) -> Any:
     path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_jsonl(path, ROWS)
     return load_data(DataConfig(heldout=0.0), [str(path)], seed=1, stages=("sft",))
 
 

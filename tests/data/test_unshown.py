@@ -13,6 +13,7 @@ from tandem.data.dataset import load_data
 from tandem.data.render import Renderer
 from tandem.data.unshown import note_unshown
 from tests.data.built_tokenizers import byte_level
+from tests.jsonl import write_jsonl
 
 TWO_ROLES = (
     "{% for m in messages if m.role != 'system' %}[{{ m.role }}]"
@@ -63,7 +64,7 @@ def test_roles_that_no_model_sees_are_counted(
     template: str, notes: dict[str, int], tmp_path: Path
 ) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_jsonl(path, ROWS)
     tokenizer: PreTrainedTokenizerBase = byte_level(template)
     found = load_data(DataConfig(heldout=0.0), [str(path)], seed=1, stages=("sft",))
     note_unshown([*found.texts, *found.texts], Renderer(tokenizer), found.ledger)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from tandem.data.ledger import Ledger
 from tandem.data.render import Renderer
 from tandem.data.unwritten import note_unwritten, unwritten_lines
 from tests.data.built_tokenizers import PLAIN, byte_level, sentencepiece
+from tests.jsonl import write_jsonl
 
 ROWS = [
     {"prompt": "yes", "completion": "hello"},
@@ -36,7 +36,7 @@ def by_characters(letters: str, unknown: str | None) -> PreTrainedTokenizerBase:
 
 
 def noted(path: Path, rows: list[dict[str, str]], renderer: Renderer) -> Ledger:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     found = load_text([f"{path}:2"], DataConfig(heldout=0), seed=1)
     note_unwritten(found.train, renderer, found.ledger)
     return found.ledger

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from tandem.metrics.records import Record
-
-
-def write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 def metrics_line(stage: str, step: int, **values: Any) -> dict[str, Any]:

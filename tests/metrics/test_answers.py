@@ -4,10 +4,11 @@ import pytest
 
 from tandem.metrics.answers import ANSWERS_FILE, AnswerLines
 from tandem.metrics.log import MetricLog
+from tests.jsonl import read_jsonl
 
 
 def steps(path, stage="ppo"):
-    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    lines = read_jsonl(path)
     return [line["step"] for line in lines if line["stage"] == stage]
 
 

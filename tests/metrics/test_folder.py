@@ -5,8 +5,9 @@ import pytest
 
 from tandem.errors import CheckpointError
 from tandem.metrics.folder import number_or_none, read_folder
+from tests.jsonl import write_jsonl
 
-from .runs import metrics_line, write_lines
+from .runs import metrics_line
 
 
 def test_there_must_be_a_folder(tmp_path):
@@ -26,7 +27,7 @@ def test_damaged_files_are_named_and_the_others_still_read(tmp_path):
     (tmp_path / "evaluation.json").write_text("[1]")
     (tmp_path / "environment.json").write_bytes(b'{"cpu": "\xff"}')
     (tmp_path / "alarms.jsonl").write_text('3\n{"alarm": "x"}\n')
-    write_lines(tmp_path / "metrics.jsonl", [{"stage": 1}, metrics_line("sft", 1, loss=1.0)])
+    write_jsonl(tmp_path / "metrics.jsonl", [{"stage": 1}, metrics_line("sft", 1, loss=1.0)])
     folder = read_folder(tmp_path)
     files = ("config.yaml", "data.json", "evaluation.json", "environment.json", "alarms.jsonl:1")
     for name in (*files, "metrics.jsonl:1"):
@@ -46,7 +47,7 @@ def test_a_line_that_is_not_an_object_is_named(tmp_path):
 def test_a_series_is_in_the_order_of_steps_and_the_last_record_of_a_step_counts(tmp_path):
     lines = [metrics_line("sft", step, loss=value) for step, value in ((2, 5.0), (1, 4.0))]
     lines += [metrics_line("sft", 2, loss="nan"), metrics_line("ppo", 1, reward=1.0)]
-    write_lines(tmp_path / "metrics.jsonl", lines)
+    write_jsonl(tmp_path / "metrics.jsonl", lines)
     (one, two) = read_folder(tmp_path).series("sft", "loss")
     assert one == (1.0, 4.0)
     assert math.isnan(two[1])

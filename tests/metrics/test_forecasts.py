@@ -5,8 +5,7 @@ from pathlib import Path
 from tandem.metrics.folder import read_folder
 from tandem.metrics.forecasts import prediction_tables
 from tandem.metrics.report import render
-
-from .runs import write_lines
+from tests.jsonl import write_jsonl
 
 
 def test_the_parts_and_the_process_make_what_is_predicted(tmp_path: Path) -> None:
@@ -15,7 +14,7 @@ def test_the_parts_and_the_process_make_what_is_predicted(tmp_path: Path) -> Non
         "predicted_bytes": 400 * 2**20,
         "parts": {"activations": 30 * 2**20, "gradient under way": 20 * 2**20},
     }  # fmt: skip
-    write_lines(tmp_path / "predictions.jsonl", [line])
+    write_jsonl(tmp_path / "predictions.jsonl", [line])
     ((table,),) = [prediction_tables(read_folder(tmp_path))]
     (bar,) = table["bars"]
     assert bar["legend"] == [
@@ -32,7 +31,7 @@ def test_what_was_not_predicted_is_left_empty(tmp_path: Path) -> None:
         {"stage": "sft", "phase": "evaluate", "measured_bytes": 4000 * 2**20,
          "predicted_bytes": 0.0, "cpu_seconds": 3.0, "predicted_seconds": None},
     ]  # fmt: skip
-    write_lines(tmp_path / "predictions.jsonl", lines)
+    write_jsonl(tmp_path / "predictions.jsonl", lines)
     (table,) = prediction_tables(read_folder(tmp_path))
     assert not table["is_timed"]
     assert [row["cells"] for row in table["rows"]] == [
@@ -45,7 +44,7 @@ def test_predicted_times_have_their_columns_only_where_there_are_some(tmp_path: 
     line = {"stage": "sft", "phase": "train", "measured_bytes": 2**20, "predicted_bytes": 2**20,
             "cpu_seconds": 2.0}  # fmt: skip
     for seconds, columns in ((None, 5), (3.0, 7)):
-        write_lines(tmp_path / "predictions.jsonl", [line | {"predicted_seconds": seconds}])
+        write_jsonl(tmp_path / "predictions.jsonl", [line | {"predicted_seconds": seconds}])
         page = render(read_folder(tmp_path))
         head, _, rest = page[page.index('id="forecast"') :].partition("</thead>")
         assert head.count("<th>") + head.count("<th ") == columns

@@ -1,4 +1,3 @@
-import json
 import math
 
 import numpy as np
@@ -8,6 +7,7 @@ import torch
 from tandem.errors import ConfigError
 from tandem.metrics.alarms import Alarm
 from tandem.metrics.log import MetricLog, read_metrics
+from tests.jsonl import read_jsonl
 
 
 def open_log(path, stage="sft", **settings):
@@ -15,14 +15,10 @@ def open_log(path, stage="sft", **settings):
     return MetricLog(path, stage, 10, **settings)
 
 
-def lines_of(path):
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-
-
 def test_a_record_is_on_disk_before_log_returns(tmp_path):
     with open_log(tmp_path / "new" / "run") as log:
         log.log(1, {"loss": 2.5, "tokens": torch.tensor(7), "grad_norm": np.float32(0.5)})
-        (line,) = lines_of(tmp_path / "new" / "run" / "metrics.jsonl")
+        (line,) = read_jsonl(tmp_path / "new" / "run" / "metrics.jsonl")
         assert line["stage"] == "sft"
         assert line["step"] == 1
         assert line["values"] == {"loss": 2.5, "tokens": 7.0, "grad_norm": 0.5}
@@ -33,7 +29,7 @@ def test_a_record_is_on_disk_before_log_returns(tmp_path):
 def test_what_is_not_finite_is_never_written_as_a_number(tmp_path):
     with open_log(tmp_path) as log:
         log.log(1, {"loss": math.nan, "grad_norm": math.inf})
-    values = lines_of(tmp_path / "metrics.jsonl")[0]["values"]
+    values = read_jsonl(tmp_path / "metrics.jsonl")[0]["values"]
     assert values == {"loss": "nan", "grad_norm": "inf"}
     assert math.isnan(read_metrics(tmp_path)[0].values["loss"])
 
@@ -61,7 +57,7 @@ def test_continuing_removes_only_this_stages_later_steps(tmp_path):
         assert [r.step for r in log.history] == [0, 1, 2]
         log.log(3, {"reward": 9.0})
     for name in ("metrics.jsonl", "samples.jsonl", "alarms.jsonl"):
-        steps = [(line["stage"], line["step"]) for line in lines_of(tmp_path / name)]
+        steps = [(line["stage"], line["step"]) for line in read_jsonl(tmp_path / name)]
         again = [("ppo", 3)] if name == "metrics.jsonl" else []
         assert steps == [("sft", n) for n in range(4)] + [("ppo", n) for n in range(3)] + again
     assert read_metrics(tmp_path)[-1].values["reward"] == 9.0
@@ -118,7 +114,7 @@ def test_samples_keep_the_text_as_it_was(tmp_path):
     prompt, answer = "hi \x1b[2J\u202e\n日本", "a\ud800b\r"
     with open_log(tmp_path, "ppo") as log:
         log.sample(3, prompt, {"sample 1": {"text": answer, "score": math.nan}})
-    (line,) = lines_of(tmp_path / "samples.jsonl")
+    (line,) = read_jsonl(tmp_path / "samples.jsonl")
     assert line["prompt"] == prompt
     assert line["answers"]["sample 1"] == {"text": answer, "score": "nan"}
 
@@ -128,7 +124,7 @@ def test_alarms_are_raised_once_and_kept(tmp_path):
         assert log.log(1, {"kl": 1.0}) == []
         assert [alarm.alarm for alarm in log.log(2, {"kl": 30.0})] == ["kl-high"]
         assert log.log(3, {"kl": 31.0}) == []
-    (line,) = lines_of(tmp_path / "alarms.jsonl")
+    (line,) = read_jsonl(tmp_path / "alarms.jsonl")
     assert (line["stage"], line["step"], line["alarm"]) == ("ppo", 2, "kl-high")
     assert (line["value"], line["threshold"]) == (30.0, 25.0)
     assert "kl_coef" in line["advice"]
@@ -139,7 +135,7 @@ def test_an_alarm_is_not_raised_again_after_a_restart(tmp_path):
         log.log(1, {"kl": 30.0})
     with open_log(tmp_path, "ppo", start_step=1) as log:
         assert log.log(2, {"kl": 30.0}) == []
-    assert len(lines_of(tmp_path / "alarms.jsonl")) == 1
+    assert len(read_jsonl(tmp_path / "alarms.jsonl")) == 1
 
 
 def test_own_thresholds_replace_the_published_ones(tmp_path):

@@ -11,8 +11,9 @@ from tandem.metrics.records import (
     read_lines,
     read_metrics,
 )
+from tests.jsonl import write_jsonl
 
-from .runs import metrics_line, write_lines
+from .runs import metrics_line
 
 
 def test_no_file_is_no_records(tmp_path):
@@ -21,7 +22,7 @@ def test_no_file_is_no_records(tmp_path):
 
 def test_records_come_back_as_written_non_finite_ones_too(tmp_path):
     lines = [metrics_line("sft", 1, loss=2.5, grad_norm="nan"), metrics_line("sft", 2, loss="-inf")]
-    write_lines(tmp_path / "metrics.jsonl", lines)
+    write_jsonl(tmp_path / "metrics.jsonl", lines)
     first, second = read_metrics(tmp_path)
     assert (first.stage, first.step, first.time) == ("sft", 1, 1.7e9 + 1)
     assert first.values["loss"] == 2.5
@@ -31,7 +32,7 @@ def test_records_come_back_as_written_non_finite_ones_too(tmp_path):
 
 def test_a_half_written_last_line_is_ignored(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    write_lines(path, [metrics_line("sft", 1, loss=1.0), metrics_line("sft", 2, loss=1.0)])
+    write_jsonl(path, [metrics_line("sft", 1, loss=1.0), metrics_line("sft", 2, loss=1.0)])
     whole = path.read_bytes()
     for length in range(whole.index(b"\n") + 1, len(whole) - 1):
         path.write_bytes(whole[:length])
@@ -55,7 +56,7 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path):
 
 def test_a_damaged_last_line_that_was_whole_is_named_and_kept_aside(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    write_lines(path, [metrics_line("sft", 1, loss=1.0), metrics_line("sft", 2, loss=1.0)])
+    write_jsonl(path, [metrics_line("sft", 1, loss=1.0), metrics_line("sft", 2, loss=1.0)])
     whole = path.read_bytes()
     damaged = whole[:-2] + b"~\n"
     path.write_bytes(damaged)

@@ -8,8 +8,9 @@ import pytest
 
 from tandem.errors import CheckpointError
 from tandem.metrics.report import write_report
+from tests.jsonl import write_jsonl
 
-from .runs import metrics_line, write_lines
+from .runs import metrics_line
 
 EVIL = "</script><script>alert(1)</script>\"'><img src=x onerror=alert(1)>{{7*7}}\x1b\u202e\ud800"
 ALLOWED = {
@@ -80,7 +81,7 @@ def run(tmp_path):
     lines += [metrics_line("sft", 40, heldout_perplexity=8.0)]
     lines += [metrics_line("reward", n, accuracy=0.9, heldout_accuracy=0.875) for n in (1, 2)]
     lines += [metrics_line("ppo", n, reward=n / 2, heldout_reward=n / 4, kl=n) for n in (0, 1, 4)]
-    write_lines(tmp_path / "metrics.jsonl", lines)
+    write_jsonl(tmp_path / "metrics.jsonl", lines)
     (tmp_path / "config.yaml").write_text("actor_model: tiny\nsteps: [sft, reward, ppo]\nseed: 9\n")
     (tmp_path / "command.txt").write_text("tandem sft --seed 9\ntandem train --seed 9\n")
     (tmp_path / "environment.json").write_text(json.dumps({"torch": "2.13"}))
@@ -109,9 +110,9 @@ def run(tmp_path):
     }
     (tmp_path / "evaluation.json").write_text(json.dumps(evaluation))
     alarm = {"alarm": "kl-high", "value": 30.0, "threshold": 25.0, "advice": "Raise it."}
-    write_lines(tmp_path / "alarms.jsonl", [{"stage": "ppo", "step": 4, **alarm}])
+    write_jsonl(tmp_path / "alarms.jsonl", [{"stage": "ppo", "step": 4, **alarm}])
     sample = {"prompt": "While training?", "answers": answers(**{"sample 1": "yes"})}
-    write_lines(tmp_path / "samples.jsonl", [{"stage": "ppo", "step": 3, **sample}])
+    write_jsonl(tmp_path / "samples.jsonl", [{"stage": "ppo", "step": 3, **sample}])
     return tmp_path
 
 
@@ -181,14 +182,14 @@ def test_no_text_of_data_models_or_names_becomes_markup(tmp_path):
     run.mkdir()
     names = {"loss": 1.0, EVIL: 2.0, f"heldout_accuracy/{EVIL}": 0.5, "seconds/train": 1.0}
     line = metrics_line("sft", 1, **names)
-    write_lines(run / "metrics.jsonl", [line, {**line, "stage": EVIL}])
+    write_jsonl(run / "metrics.jsonl", [line, {**line, "stage": EVIL}])
     evil_answers = {EVIL: {"text": EVIL, "score": EVIL}}
-    write_lines(
+    write_jsonl(
         run / "samples.jsonl",
         [{"stage": EVIL, "step": EVIL, "prompt": EVIL, "answers": evil_answers}],
     )
     alarm = dict.fromkeys(("stage", "step", "alarm", "value", "threshold", "advice"), EVIL)
-    write_lines(run / "alarms.jsonl", [alarm])
+    write_jsonl(run / "alarms.jsonl", [alarm])
     dataset = {
         "name": EVIL,
         "path": EVIL,
@@ -265,7 +266,7 @@ def test_means_over_several_answers_are_told_from_those_over_one(run):
 
 
 def test_a_run_stopped_early_names_what_has_not_run(run):
-    write_lines(run / "metrics.jsonl", [metrics_line("sft", 3, loss=1.0)])
+    write_jsonl(run / "metrics.jsonl", [metrics_line("sft", 3, loss=1.0)])
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"stage": "sft", "st')
     (run / "alarms.jsonl").unlink()
@@ -280,8 +281,8 @@ def test_files_of_an_unexpected_shape_do_no_harm(tmp_path, strange):
     evaluation = {"models": {"a": strange}, "answers": [{"prompt": strange, "answers": strange}]}
     evaluation |= {"reliability": strange, "best_of_n": {"a": strange, "b": [strange]}}
     (tmp_path / "evaluation.json").write_text(json.dumps(evaluation))
-    write_lines(tmp_path / "samples.jsonl", [{"answers": {"a": strange}}])
-    write_lines(tmp_path / "alarms.jsonl", [{"alarm": strange, "value": strange}])
+    write_jsonl(tmp_path / "samples.jsonl", [{"answers": {"a": strange}}])
+    write_jsonl(tmp_path / "alarms.jsonl", [{"alarm": strange, "value": strange}])
     dataset = dict.fromkeys(("used", "unused", "dropped", "blank", "rows", "notes"), strange)
     (tmp_path / "config.yaml").write_text(json.dumps({"steps": strange, "ppo": strange}))
     report(tmp_path)
@@ -290,7 +291,7 @@ def test_files_of_an_unexpected_shape_do_no_harm(tmp_path, strange):
 
 
 def test_a_stage_without_a_finite_number_still_has_its_table(tmp_path):
-    write_lines(tmp_path / "metrics.jsonl", [metrics_line("ppo", 1, reward="nan", kl="inf")])
+    write_jsonl(tmp_path / "metrics.jsonl", [metrics_line("ppo", 1, reward="nan", kl="inf")])
     html, page = report(tmp_path)
     assert "Reward reward normalized reward nan nan nan nan" in page.text
     assert '<svg class="chart"' not in html
@@ -320,7 +321,7 @@ def test_a_long_run_stays_a_small_page(tmp_path):
         metrics_line("ppo", step, reward=step % 17, kl=step % 5, entropy=1.0, policy_loss=0.1)
         for step in range(1, 5001)
     ]
-    write_lines(tmp_path / "metrics.jsonl", lines)
+    write_jsonl(tmp_path / "metrics.jsonl", lines)
     html, _ = report(tmp_path)
     assert len(html) < 200_000
 
@@ -337,14 +338,14 @@ def recorded(step, reward, text="hm"):
 
 
 def test_recorded_answers_are_shown_over_training(run):
-    write_lines(run / "followed.jsonl", [recorded(n, n / 2, f"say {n}") for n in (0, 2, 4, 6, 8)])
+    write_jsonl(run / "followed.jsonl", [recorded(n, n / 2, f"say {n}") for n in (0, 2, 4, 6, 8)])
     numbers = {"length": [3, 9], "kl": [0.0, 4.0], "finished": [1, 0]}
     advantage = {"low": -1, "high": 1, "counts": [3, 1]}
     lines = [
         {"stage": "ppo", "step": n, "every": 1, "reward": [0.0, n], "advantage": advantage}
         for n in (1, 2, 8)
     ]
-    write_lines(run / "answers.jsonl", [{**line, **numbers} for line in lines])
+    write_jsonl(run / "answers.jsonl", [{**line, **numbers} for line in lines])
     metrics = [metrics_line("ppo", n, heldout_kl=n, heldout_reward=n / 8) for n in (0, 4, 8)]
     with (run / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in metrics)
@@ -368,7 +369,7 @@ def test_recorded_answers_are_shown_over_training(run):
 
 def test_a_followed_answer_without_a_score_is_shown_without_one(run):
     rewards = ("nan", None, 1.0)
-    write_lines(run / "followed.jsonl", [recorded(n, r, f"say {n}") for n, r in enumerate(rewards)])
+    write_jsonl(run / "followed.jsonl", [recorded(n, r, f"say {n}") for n, r in enumerate(rewards)])
     _, page = report(run)
     assert "PPO Followed? step 0 say 0 step 1 say 1 step 2 1 say 2" in page.text
 
@@ -381,7 +382,7 @@ def test_recorded_answers_of_an_unexpected_shape_do_no_harm(run):
          "advantage": {"low": 1, "high": "x", "counts": 7}},
     ]  # fmt: skip
     for name in ("answers.jsonl", "followed.jsonl"):
-        write_lines(run / name, strange)
+        write_jsonl(run / name, strange)
     with (run / "followed.jsonl").open("a") as file:
         file.write('<script>alert(1)</script>\n{"stage": "ppo"}\n')
     html, _ = report(run)

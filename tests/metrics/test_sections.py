@@ -18,8 +18,9 @@ from tandem.metrics.sections import (
     time_per_phase,
     total_seconds,
 )
+from tests.jsonl import write_jsonl
 
-from .runs import metrics_line, write_lines
+from .runs import metrics_line
 
 
 def evaluated(path, **evaluation):
@@ -73,7 +74,7 @@ def test_answers_keep_their_order_and_an_unscored_one_has_no_score(tmp_path):
 
 def test_a_card_says_where_its_number_came_from(tmp_path):
     lines = [metrics_line("reward", n, heldout_accuracy=a) for n, a in ((0, 0.5), (9, "nan"))]
-    write_lines(tmp_path / "metrics.jsonl", lines)
+    write_jsonl(tmp_path / "metrics.jsonl", lines)
     (card,) = result_cards(read_folder(tmp_path))
     assert (card["value"], card["detail"]) == ("50.0 %", "at step 0")
 
@@ -88,7 +89,7 @@ def test_cards_name_the_model_and_where_it_started(tmp_path):
         )
         for step, value in zip((0, 9), values, strict=True)
     ]
-    write_lines(tmp_path / "metrics.jsonl", lines)
+    write_jsonl(tmp_path / "metrics.jsonl", lines)
     assert [tuple(card.values()) for card in result_cards(read_folder(tmp_path))] == [
         ("SFT model: held-out perplexity", "14.9", "98.5 before training"),
         ("Reward model: held-out accuracy", "75.0 %", "50.0 % before training"),
@@ -99,7 +100,7 @@ def test_cards_name_the_model_and_where_it_started(tmp_path):
 def test_stages_are_those_asked_for_then_those_that_ran(tmp_path):
     (tmp_path / "config.yaml").write_text("stages: [sft, ppo]")
     lines = [metrics_line("dpo", 1200, **{"seconds/step": 61.0}), metrics_line("sft", 2)]
-    write_lines(tmp_path / "metrics.jsonl", lines)
+    write_jsonl(tmp_path / "metrics.jsonl", lines)
     assert stages_of_run(read_folder(tmp_path)) == [
         ("sft", "2 steps"),
         ("ppo", ""),
@@ -108,7 +109,7 @@ def test_stages_are_those_asked_for_then_those_that_ran(tmp_path):
 
 
 def stage(path, *steps):
-    write_lines(
+    write_jsonl(
         path / "metrics.jsonl",
         [metrics_line("ppo", n, **values) for n, values in enumerate(steps, start=1)],
     )
@@ -151,7 +152,7 @@ def test_the_time_of_a_stage_is_its_steps_or_its_phases(tmp_path, values, total)
 
 
 def test_a_phase_has_one_color_in_every_stage(tmp_path):
-    write_lines(
+    write_jsonl(
         tmp_path / "metrics.jsonl",
         [
             metrics_line("sft", 1, **{"seconds/train": 1.0}),
@@ -200,7 +201,7 @@ def test_a_speed_is_the_median_of_the_steps_for_the_last_may_be_a_short_batch(tm
         metrics_line("sft", step, **{"tokens_per_second/train": speed})
         for step, speed in enumerate(speeds, start=1)
     ]
-    write_lines(tmp_path / "metrics.jsonl", lines)
+    write_jsonl(tmp_path / "metrics.jsonl", lines)
     ((stage,),) = [stage_curves(read_folder(tmp_path))]
     assert [figure["legend"] for figure in stage["figures"]] == [[(1, "train", "101")]]
     assert stage["steps"] == "5 steps"
@@ -220,7 +221,7 @@ def test_a_stage_draws_only_what_it_logged(tmp_path):
         metrics_line("dpo", 2, **{"tokens_per_second/train": 9.0, "seconds/train": 1.0}),
         metrics_line("ppo", 1, heldout_reward=4.0, kl="nan"),
     ]
-    write_lines(tmp_path / "metrics.jsonl", lines)
+    write_jsonl(tmp_path / "metrics.jsonl", lines)
     drawn = [
         {figure["title"]: figure["legend"] for figure in stage["figures"]}
         for stage in stage_curves(read_folder(tmp_path))
@@ -237,7 +238,7 @@ def test_a_stage_draws_only_what_it_logged(tmp_path):
 
 def test_the_ends_of_conversations_are_told_apart(tmp_path):
     values = {"conversations_over": 0.3, "conversations_cut": 0.5, "environment_failed": 0.1}
-    write_lines(tmp_path / "metrics.jsonl", [metrics_line("grpo", 1, **values)])
+    write_jsonl(tmp_path / "metrics.jsonl", [metrics_line("grpo", 1, **values)])
     ((stage,),) = [stage_curves(read_folder(tmp_path))]
     legends = {figure["title"]: figure["legend"] for figure in stage["figures"]}
     assert [label for _, label, _ in legends["Ends of conversations"]] == [

@@ -13,6 +13,7 @@ from tandem.errors import DataError
 from tandem.plan.lengths import rows_by_stage
 from tandem.predict.rows import Rows
 from tandem.training.stage_data import prepare_rows
+from tests.jsonl import write_jsonl
 from tests.tiny import save_tiny_model, tiny_config, write_preferences
 
 CHATML = (
@@ -79,7 +80,7 @@ def test_rows_over_the_limits_are_left_as_the_run_leaves_them(policy: str, tmp_p
         for number in range(240)
     ]
     data = tmp_path / "long.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(data, rows)
     limits = {"max_tokens": 200, "max_prompt_tokens": 60, "on_long_row": policy, "heldout": 0.0}
     config = tiny_config(tmp_path / "run", model, str(data), dataset=limits)
     made, found = prepare_rows(config, model, model), rows_by_stage(config, model)

@@ -18,7 +18,8 @@ from tandem.plan.cases import Axes
 from tandem.plan.processes import Ended
 from tandem.plan.results import read_result
 from tandem.plan.sweep import Sweep, run_sweep
-from tests.metrics.runs import metrics_line, write_lines
+from tests.jsonl import write_jsonl
+from tests.metrics.runs import metrics_line
 
 
 class Runs:
@@ -47,7 +48,7 @@ class Runs:
         lines[1]["values"] |= {"seconds/train": 1.0, "tokens_per_second/train": 300.0}
         lines[2]["values"] |= {"seconds/train": 2.0, "tokens_per_second/train": 600.0}
         lines[2]["values"]["peak_memory_bytes/train"] = float(self.logged_peak)
-        write_lines(made / "metrics.jsonl", lines)
+        write_jsonl(made / "metrics.jsonl", lines)
         if where == self.interrupted:
             raise KeyboardInterrupt
         if where in self.failing:

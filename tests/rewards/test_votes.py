@@ -15,6 +15,7 @@ from tandem.rewards.votes import asked_file, open_questions, question
 from tandem.serve.vote_command import ask_all
 from tandem.serve.votes import Votes, read_vote
 from tandem.types import Source
+from tests.jsonl import read_jsonl, write_jsonl
 from tests.rewards.voter import voting
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -63,11 +64,11 @@ def test_a_vote_of_the_server_is_one(tmp_path: Path) -> None:
 def test_a_person_is_asked(tmp_path: Path) -> None:
     file = tmp_path / "votes.jsonl"
     rows = [question(HI, ["one", "two"]), question(BYE, ["three\x1b[2J", "four"])]
-    asked_file(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(asked_file(file), rows)
     lines = iter(["7", "", "1", "=", "never read"])
     shown: list[str] = []
     assert ask_all(file, "ann", waits=False, read=lambda _: next(lines), show=shown.append) == 2
-    first, second = [json.loads(line) for line in file.read_text().splitlines()]
+    first, second = read_jsonl(file)
     texts = [answer["text"] for answer in first["answers"]]
     place = next(text for text in shown if text.startswith("[1]"))
     assert place.endswith(texts[first["winner"]])

@@ -24,7 +24,8 @@ from playwright.sync_api import sync_playwright
 from tandem.metrics.answers import ROLLOUTS_FILE
 from tandem.serve.app import make_app
 from tandem.serve.service import ServeSettings, Service, load_settings
-from tests.serve.test_run_api import answer, lines_of, write_run
+from tests.jsonl import read_jsonl, write_jsonl
+from tests.serve.test_run_api import answer, write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
@@ -42,7 +43,9 @@ def run(served_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in records.iterdir():
         if path.name != "config.yaml":
             shutil.copy(path, folder / "run" / path.name)
-    lines_of(folder / "run" / ROLLOUTS_FILE, [answer(1 + n // 100, n % 100) for n in range(ROWS)])
+    write_jsonl(
+        folder / "run" / ROLLOUTS_FILE, [answer(1 + n // 100, n % 100) for n in range(ROWS)]
+    )
     return folder / "run"
 
 
@@ -170,7 +173,7 @@ def test_thoughts_are_folded_and_votes_keep_them(page: Any, run: Path) -> None:
     page.get_by_role("button", name="Save").click()
     page.get_by_text("Voted: rewrite").wait_for()
     told = "<think>\nTwo and two.\n</think>\n\n"
-    rows = [json.loads(line) for line in (run / "votes.jsonl").read_text("utf-8").splitlines()]
+    rows = read_jsonl(run / "votes.jsonl")
     assert [(row["chosen"], row["rejected"]) for row in rows] == [  # no words, no pair
         (f"{told}It is four.", f"{told}Four.")
     ]
@@ -229,13 +232,13 @@ def test_two_runs_are_overlaid_in_every_chart(page: Any, run: Path, tmp_path: Pa
         page.goto(f"{address}#/runs")
         chart = page.locator("figure", has_text="Held-out reward").first
         chart.locator("svg.chart").wait_for()
-        lines_of_one = chart.locator("path").count()
-        assert lines_of_one > 0
+        write_jsonl_one = chart.locator("path").count()
+        assert write_jsonl_one > 0
         page.get_by_role("checkbox", name="second").check()
         chart.get_by_text("second").wait_for()
         legend = chart.locator(".legend").all_inner_texts()
         assert all(name in " ".join(legend) for name in ("first", "second"))
-        assert chart.locator("path").count() == 2 * lines_of_one
+        assert chart.locator("path").count() == 2 * write_jsonl_one
         ends = [
             float(text) for text in re.findall(r"(?:first|second)\D*([\d.]+)", " ".join(legend))
         ]
@@ -291,7 +294,7 @@ def test_the_frontiers_labels_cover_nothing(
         {"stage": "ppo", "step": n, "time": n, "values": {"heldout_reward": y, "heldout_kl": x}}
         for n, (x, y) in enumerate(ends, 38)
     ]
-    lines_of(crowded / "metrics.jsonl", metrics)
+    write_jsonl(crowded / "metrics.jsonl", metrics)
     page.set_viewport_size({"width": width, "height": 844})
     with page_server(crowded) as address:
         page.goto(f"{address}#/runs")

@@ -17,12 +17,9 @@ from starlette.testclient import TestClient
 from tandem.metrics.answers import ANSWERS_FILE, FOLLOWED_FILE, ROLLOUTS_FILE, ROWS_FILE
 from tandem.serve.guard import _is_keyed
 from tandem.serve.run_api import routes
+from tests.jsonl import read_jsonl, write_jsonl
 
 STEPS = 6
-
-
-def lines_of(path: Path, lines: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 def answer(step: int, row: int) -> dict[str, Any]:
@@ -45,24 +42,24 @@ def write_run(folder: Path, shift: float = 0.0) -> Path:
             "heldout_reward": step + shift, "heldout_kl": step / 4}}
         for step in range(1, STEPS + 1)
     ]  # fmt: skip
-    lines_of(folder / "metrics.jsonl", metrics)
+    write_jsonl(folder / "metrics.jsonl", metrics)
     alarm = {"stage": "ppo", "step": 3, "alarm": "kl-high", "value": 9, "threshold": 5}
-    lines_of(folder / "alarms.jsonl", [{**alarm, "advice": "Raise kl_coef."}])
-    lines_of(folder / ROLLOUTS_FILE, [answer(s, r) for s in range(1, 7) for r in range(3)])
+    write_jsonl(folder / "alarms.jsonl", [{**alarm, "advice": "Raise kl_coef."}])
+    write_jsonl(folder / ROLLOUTS_FILE, [answer(s, r) for s in range(1, 7) for r in range(3)])
     numbers = [
         {"stage": "ppo", "step": s, "every": 1, "reward": [0.0, s], "length": [3, 4],
          "kl": [0.1, 0.2], "finished": [1, 0],
          "advantage": {"low": -1, "high": 1, "counts": [1, 2]}}
         for s in range(1, 7)
     ]  # fmt: skip
-    lines_of(folder / ANSWERS_FILE, numbers)
+    write_jsonl(folder / ANSWERS_FILE, numbers)
     followed = [
         {"stage": "ppo", "step": s, "every": 1, "prompt_id": f"h{p}", "text": f"{s}", "length": 1,
          "prompt": [{"role": "user", "content": "held out"}], "reward": shift + s * (1 - 2 * p),
          "finished": 1}
         for s in (0, 3, 6) for p in range(2)
     ]  # fmt: skip
-    lines_of(folder / FOLLOWED_FILE, followed)
+    write_jsonl(folder / FOLLOWED_FILE, followed)
     ledger = {"datasets": [{"name": "d", "rows": 3, "dropped": {"empty": {"count": 1}}}]}
     (folder / "data.json").write_text(json.dumps(ledger), encoding="utf-8")
     (folder / ROWS_FILE).write_text(json.dumps({"texts": []}), encoding="utf-8")
@@ -209,9 +206,9 @@ def test_two_steps_and_two_runs_are_compared_on_the_same_prompts(client: TestCli
 
 def test_a_prompt_of_several_held_out_rows_is_compared_by_its_mean_reward(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    lines = [json.loads(line) for line in (run / FOLLOWED_FILE).read_text().splitlines()]
+    lines = read_jsonl(run / FOLLOWED_FILE)
     again = [line | {"reward": line["reward"] + 20 * (line["step"] == 0)} for line in lines]
-    lines_of(run / FOLLOWED_FILE, lines + again)
+    write_jsonl(run / FOLLOWED_FILE, lines + again)
     with TestClient(Starlette(routes=list(routes(tmp_path)))) as client:
         rewards = {
             (line["prompt_id"], line["step"]): line["reward"] + 10 * (line["step"] == 0)
@@ -238,10 +235,10 @@ def test_answers_without_rewards_have_no_win_rate(tmp_path: Path) -> None:
     several held-out rows share a prompt."""
     for name in ("plain", "scored"):
         run = write_run(tmp_path / name)
-        lines = [json.loads(line) for line in (run / FOLLOWED_FILE).read_text().splitlines()]
+        lines = read_jsonl(run / FOLLOWED_FILE)
         if name == "plain":
             plain = [{k: v for k, v in line.items() if k != "reward"} for line in lines]
-            lines_of(run / FOLLOWED_FILE, plain * 2)
+            write_jsonl(run / FOLLOWED_FILE, plain * 2)
     with TestClient(Starlette(routes=list(routes(tmp_path)))) as client:
         for other in ("plain", "scored"):
             found = got(client, "/plain/compare", stage="ppo", step=0, other=other)
@@ -277,7 +274,7 @@ def test_nothing_is_sent_again_until_a_file_changes(tmp_path: Path) -> None:
             file.write("ep\n[]\n" + json.dumps(answer(8, 0)) + "\n")
         assert ask("").json()["total"] == first.json()["total"] + 2
         kept = tmp_path / "kept"
-        lines_of(kept, [answer(2, 0)])
+        write_jsonl(kept, [answer(2, 0)])
         kept.replace(run / ROLLOUTS_FILE)  # as thinning does
         assert ask("").json()["total"] == 1
 
@@ -309,7 +306,7 @@ def test_advantages_that_are_no_numbers_are_left_out(
     tmp_path: Path, advantage: Any, counts: list[int] | None
 ) -> None:
     folder = write_run(tmp_path / "run")
-    lines_of(folder / ANSWERS_FILE, [{"stage": "ppo", "step": 1, "advantage": advantage}])
+    write_jsonl(folder / ANSWERS_FILE, [{"stage": "ppo", "step": 1, "advantage": advantage}])
     with TestClient(Starlette(routes=list(routes(tmp_path)))) as client:
         found = got(client, "/run/histograms", stage="ppo")["histograms"]
     assert found.get("advantage", {}).get("counts") == counts

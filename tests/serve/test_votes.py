@@ -13,6 +13,7 @@ from tandem.data.shapes.shaping import to_sample
 from tandem.serve.api_errors import ApiError
 from tandem.serve.votes import Votes, agreement, read_vote
 from tandem.types import Source
+from tests.jsonl import read_jsonl
 from tests.serve.serving import TestClient, serving
 
 Open = Callable[[Path], Votes]
@@ -39,10 +40,6 @@ def vote(vote_id: str = "v1", verdict: str = "left", **more: Any) -> dict[str, A
     ]
     messages = [{"role": "user", "content": "2+2?"}]
     return {"id": vote_id, "messages": messages, "answers": answers, "verdict": verdict, **more}
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_one_answer_alone_can_be_rewritten() -> None:
@@ -74,7 +71,7 @@ def test_a_vote_is_a_row_to_train_on(opened: Open, tmp_path: Path) -> None:
         vote("e", "both_bad"),
     ):
         votes.add(read_vote(body))
-    rows = lines(tmp_path / "votes.jsonl")
+    rows = read_jsonl(tmp_path / "votes.jsonl")
     samples = [to_sample(row, Source("v", "v", i)).sample for i, row in enumerate(rows)]
     pairs = [(sample.chosen, sample.rejected) for sample in samples]
     assert pairs == [("Four.", "Five."), ("Five.", "Four."), ("It is four.", "Four."),
@@ -112,7 +109,7 @@ def test_the_same_vote_is_kept_once_and_another_needs_its_own_id(
         votes.add(read_vote(vote(verdict="right")))
     votes.close()
     assert opened(tmp_path / "votes.jsonl").add(read_vote(vote()))[1] is False
-    assert len(lines(tmp_path / "votes.jsonl")) == 1
+    assert len(read_jsonl(tmp_path / "votes.jsonl")) == 1
 
 
 def test_undo_removes_the_row_and_its_id_stays_used(opened: Open, tmp_path: Path) -> None:
@@ -122,7 +119,7 @@ def test_undo_removes_the_row_and_its_id_stays_used(opened: Open, tmp_path: Path
     votes.add(read_vote(vote("b", "rewrite", rewrite="It is four.")))
     assert votes.undo("b") is True
     assert votes.undo("b") is False
-    assert [row["id"] for row in lines(path)] == ["a"]
+    assert [row["id"] for row in read_jsonl(path)] == ["a"]
     with pytest.raises(ApiError, match="taken back"):
         votes.add(read_vote(vote("b")))
     with pytest.raises(ApiError, match="must be that of a vote"):
@@ -155,7 +152,7 @@ def test_a_start_finishes_what_was_interrupted(opened: Open, tmp_path: Path) -> 
     path.write_bytes(parts[1].rstrip(b"\n"))
     votes = opened(path)
     votes.add(read_vote(vote("d")))
-    assert [row["id"] for row in lines(path)] == ["b", "d"]
+    assert [row["id"] for row in read_jsonl(path)] == ["b", "d"]
 
 
 def test_lines_of_others_stay(opened: Open, tmp_path: Path) -> None:

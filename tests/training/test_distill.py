@@ -33,6 +33,7 @@ from tandem.training.mixture import mixture_term
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.training.replay import replay
 from tandem.types import Experience, Source, TokenBatch
+from tests.jsonl import read_jsonl
 from tests.ranks import on_ranks
 from tests.tiny import save_tiny_model, tiny_config, tiny_llama, tiny_tokenizer
 from tests.training import environments, letter_rewards
@@ -226,11 +227,11 @@ def test_a_run_learns_and_speaks_of_no_reward(
     names = {name for record in records(run) for name in record["values"]}
     assert not {name for name in names if "reward" in name and name != "reward_seconds"}
     assert not names & {"advantage_mean", "groups_without_signal", "policy_loss", "kl_coef"}
-    answers = [json.loads(line) for line in (run / "answers.jsonl").read_text().splitlines()]
+    answers = read_jsonl(run / "answers.jsonl")
     assert answers
     assert not any({"reward", "advantage"} & line.keys() for line in answers)
     for name in ("rollouts.jsonl", "followed.jsonl"):
-        kept = [json.loads(line) for line in (run / name).read_text().splitlines()]
+        kept = read_jsonl(run / name)
         assert kept
         assert not any("reward" in line for line in kept)
     page = (run / "report.html").read_text(encoding="utf-8")

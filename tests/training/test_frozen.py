@@ -20,6 +20,7 @@ from tandem.errors import CheckpointError, ConfigError
 from tandem.models.adapter import load_adapter
 from tandem.models.frozen import freeze_quantized
 from tandem.models.load import load_causal_lm
+from tests.jsonl import read_jsonl
 from tests.models.families import merged_state_dict
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config
@@ -39,7 +40,7 @@ def configured(folder: Path, model: str, data: str, kind: str, **changes: object
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / name).read_text("utf-8").splitlines()]
+    return read_jsonl(folder / name)
 
 
 def assert_same_weights(ours: Path, theirs: Path, *parts: str) -> None:

@@ -24,6 +24,7 @@ from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.parallel.world import World
 from tandem.training.given import with_given
 from tandem.types import Message, Source
+from tests.jsonl import read_jsonl
 from tests.tiny import tiny_config
 
 from .runs import assert_equal_runs
@@ -70,10 +71,6 @@ class Heard(Callback):
         self.folders.append(state.folder.relative_to(state.run.path).as_posix())
 
 
-def rows_of(path: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(path).read_text("utf-8").splitlines()]
-
-
 def bare(folder: Path, **changes: object) -> RunConfig:
     """The tiny configuration without model and data."""
     changes = {"stages": ["sft"], "sft__max_steps": 2, **changes}
@@ -104,7 +101,7 @@ def in_files(tmp_path_factory: pytest.TempPathFactory, tiny_model: str, preferen
 def test_what_is_given_in_memory_trains_as_from_files(
     tmp_path: Path, in_files: Path, tiny_model: str, preferences: str
 ) -> None:
-    rows: Any = rows_of(preferences)
+    rows: Any = read_jsonl(preferences)
     model, tokenizer = load_causal_lm(tiny_model), load_tokenizer(tiny_model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     data = Dataset.from_list(rows)
@@ -137,7 +134,7 @@ def test_a_data_set_in_memory_is_kept_without_its_tables_nulls(
     config = tiny_config(tmp_path / "run", tiny_model, "", dataset__columns=["tools=schemas"])
     config = replace(config, data=())
     kept, _ = with_given(config, World(), data=Dataset.from_list(rows))
-    assert [json.loads(line) for line in Path(kept.data[0]).read_text().splitlines()] == rows
+    assert read_jsonl(kept.data[0]) == rows
 
 
 def test_numbers_of_numpy_and_torch_are_kept_as_numbers(tmp_path: Path) -> None:

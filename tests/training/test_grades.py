@@ -24,6 +24,7 @@ from tandem.training.evaluate import grade_metrics, standardized_grades
 from tandem.training.reward_objective import Means, objective_of, side_by_side
 from tandem.training.stage_data import prepare_rows
 from tandem.types import GradedRow, PairRow, RankedRow, Source, TokenBatch, TokenRow
+from tests.jsonl import write_jsonl
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config
 from tests.training.runs import (
@@ -59,8 +60,7 @@ def graded(tmp_path: Path, preferences: str) -> str:
         grade = 1 + 2 * (i % 2) + i % 3 % 2
         lines.append({"prompt": given["prompt"], "completion": answer, "rating": grade})
     path = tmp_path / "graded.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return str(path)
+    return write_jsonl(path, lines)
 
 
 @pytest.fixture
@@ -72,8 +72,7 @@ def rated(tmp_path: Path, preferences: str) -> str:
         for answer, grade in ((given["rejected"], 1), (given["chosen"], 5), ("No.", 1)):
             lines.append({"prompt": given["prompt"], "completion": answer, "rating": grade})
     path = tmp_path / "rated.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return str(path)
+    return write_jsonl(path, lines)
 
 
 def test_grades_are_learned_by_regression_and_the_run_is_resumed_to_the_bit(
@@ -209,7 +208,7 @@ def test_a_graded_answer_that_is_too_long_is_dropped_from_its_ranking_and_counte
     ]
     rows += [{"prompt": "R?", "completion": answer, "score": len(answer)} for answer in ("a", long)]
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     config = config_of(tmp_path / "run", tiny_model, str(path), dataset__heldout=0.0)
     prepared = prepare_rows(config, tiny_model, tiny_model)
     found = [row for row in prepared.pairs if isinstance(row, RankedRow)]
@@ -225,7 +224,7 @@ def test_a_graded_answer_that_is_too_long_is_dropped_from_its_ranking_and_counte
 def test_grades_that_do_not_vary_are_refused(tmp_path: Path, tiny_model: str) -> None:
     rows = [{"prompt": f"Q{i}?", "completion": "a", "score": 3} for i in range(20)]
     path = tmp_path / "same.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     told = "data set same must have different grades for stage reward to learn; got 3 to 3 for its"
     with pytest.raises(DataError, match=told):
         ran(config_of(tmp_path / "run", tiny_model, str(path)))

@@ -10,6 +10,7 @@ import pytest
 
 from tandem.config.schema import RunConfig
 from tandem.training.stage_data import prepare_rows
+from tests.jsonl import write_jsonl
 from tests.tiny import tiny_config
 from tests.training.runs import ran, records
 
@@ -63,7 +64,7 @@ def test_a_step_has_no_implicit_reward_of_a_label_that_it_does_not_have(
         for label, side in ((True, "chosen"), (False, "rejected")):
             lines.append({"prompt": given["prompt"], "completion": given[side], "label": label})
     data = tmp_path / "labelled.jsonl"
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    write_jsonl(data, lines)
     config = config_of(tmp_path / "run", tiny_model, [str(data)], "kto", 2)
     steps = [r["values"] for r in records(ran(config)) if "desirable_share" in r["values"]]
     shares = [values["desirable_share"] for values in steps]

@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tandem.ops.logits import BUDGET_BYTES
+from tests.jsonl import write_jsonl
 from tests.tiny import tiny_config, tiny_tokenizer
 from tests.training.runs import ran, records
 
@@ -44,7 +45,7 @@ def save_rows(folder: Path) -> tuple[str, str]:
         for i in range(120)
     ]
     preferences, texts = folder / "pairs.jsonl", folder / "texts.jsonl"
-    preferences.write_text("".join(json.dumps(row) + "\n" for row in pairs), encoding="utf-8")
+    write_jsonl(preferences, pairs)
     lines = [json.dumps({"text": f"{WORDS}, {i} times"}) + "\n" for i in range(60)]
     texts.write_text("".join(lines), encoding="utf-8")
     return str(preferences), str(texts)

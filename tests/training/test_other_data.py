@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tandem.data.dataset import load_data
 from tandem.data.reading.folder_files import files_of_folder
 from tandem.training.comparing.eval_command import evaluate_run
 from tandem.training.stage_data import prepare_rows
+from tests.jsonl import read_jsonl, write_jsonl
 from tests.tiny import tiny_config, write_preferences
 from tests.training.runs import ran
 
@@ -38,15 +38,6 @@ def finished(
     return config
 
 
-def write_rows(path: Path, rows: Sequence[Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
-def rows_of(path: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-
-
 def record_of(config: RunConfig, name: str) -> dict[str, Any]:
     (file,) = Path(config.output_dir, "evaluations").glob(f"{name}-*.json")
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -59,8 +50,8 @@ def test_the_held_out_rows_as_a_file_of_their_own_give_the_same_numbers(
     own = Path(finished.output_dir, "evaluation.json")
     before = own.read_bytes()
     data = load_data(finished.dataset, finished.data, seed=finished.seed)
-    lines = rows_of(preferences)
-    file = write_rows(tmp_path / "again.jsonl", [lines[s.source.line - 1] for s in data.heldout])
+    lines = read_jsonl(preferences)
+    file = write_jsonl(tmp_path / "again.jsonl", [lines[s.source.line - 1] for s in data.heldout])
     assert main(["eval", finished.output_dir, "--data", file]) == 0
     told = capsys.readouterr().out
     recorded, record = json.loads(before), record_of(finished, "again")
@@ -93,7 +84,7 @@ def test_numbers_on_a_new_file_are_those_of_a_slow_loop_over_hf_s_own_models(
     judge = AutoModelForSequenceClassification.from_pretrained(folder / "reward").eval()
     policy = AutoModelForCausalLM.from_pretrained(folder / "sft").eval()
     wins, margins, loss, tokens = 0, 0.0, 0.0, 0
-    for row in rows_of(file):
+    for row in read_jsonl(file):
         turns = row["prompt"] if isinstance(row["prompt"], list) else [
             {"role": "user", "content": row["prompt"]}
         ]  # fmt: skip
@@ -122,11 +113,11 @@ def test_rows_that_the_run_trains_on_are_counted_and_evaluated(
     tmp_path: Path, finished: RunConfig, preferences: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = load_data(finished.dataset, finished.data, seed=finished.seed)
-    lines = rows_of(preferences)
+    lines = read_jsonl(preferences)
     trained = [share[0].source.line for share in (data.texts, data.pairs, data.prompts)]
     alike = [{**lines[line - 1], "chosen": "Another answer."} for line in trained]
     held_out = lines[data.heldout[0].source.line - 1]
-    file = write_rows(tmp_path / "mixed.jsonl", [*alike, held_out])
+    file = write_jsonl(tmp_path / "mixed.jsonl", [*alike, held_out])
     evaluate_run(finished.output_dir, 0, data=[file])
     told = capsys.readouterr().out
     assert f"begins like a row that the run trains on: 3 (the first: {file}:1)" in told
@@ -144,8 +135,8 @@ def test_what_is_not_known_of_the_rows_trained_on_is_told(
     config = tiny_config(tmp_path / "run", tiny_model, own, stages=["sft"])
     ran(config)
     new = write_preferences(tmp_path / "new.jsonl", 4, seed=5)
-    every = rows_of(own)
-    write_rows(tmp_path / "own.jsonl", every[:-1])
+    every = read_jsonl(own)
+    write_jsonl(tmp_path / "own.jsonl", every[:-1])
     evaluate_run(config.output_dir, 0, data=[new])
     start = "note: of the rows that the run trained on not all are known: "
     told = capsys.readouterr().out
@@ -165,8 +156,8 @@ def test_all_rows_are_evaluated_and_those_of_no_model_counted(
     config = replace(config, actor_model="", reward_model=tiny_model)
     ran(config)
     new = write_preferences(tmp_path / "new.jsonl", 5, seed=5)
-    more = [*rows_of(new), {"text": "Some text."}, {"question": "one", "answer": "two"}, 7]
-    new = write_rows(tmp_path / "new.jsonl", more)
+    more = [*read_jsonl(new), {"text": "Some text."}, {"question": "one", "answer": "two"}, 7]
+    new = write_jsonl(tmp_path / "new.jsonl", more)
     capsys.readouterr()
     evaluation = evaluate_run(config.output_dir, 0, data=[new])
     assert evaluation["evaluated"] == {"pairs": 5, "graded answers": 0}
@@ -180,7 +171,7 @@ def test_all_rows_are_evaluated_and_those_of_no_model_counted(
     page = (tmp_path / "run" / "report.html").read_text()
     assert "rows (could not be read): 1" in page
     assert "rows (gave no number): 2" in page
-    texts = write_rows(tmp_path / "texts.jsonl", more[5:7])
+    texts = write_jsonl(tmp_path / "texts.jsonl", more[5:7])
     assert main(["eval", config.output_dir, "--data", texts]) == 2
     assert capsys.readouterr().err == (
         f"tandem: --data must have rows for a model of {config.output_dir}, which has a reward "
@@ -208,7 +199,7 @@ def test_data_that_cannot_be_read_are_refused_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_preferences(tmp_path / "new.jsonl", 3, seed=5)
-    write_rows(tmp_path / "bad.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}, 7])
+    write_jsonl(tmp_path / "bad.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}, 7])
     (tmp_path / "empty.jsonl").write_text("")
     folder = Path(finished.output_dir)
     before = sorted(folder.rglob("*"))
@@ -236,7 +227,7 @@ def test_a_run_s_own_texts_to_mix_in_are_no_other_data(
     folder = tmp_path / "mixing"
     ran(replace(mixing, output_dir=str(folder), stages=("sft", "ppo"),
                 reward_model=str(Path(finished.output_dir, "reward"))))  # fmt: skip
-    new = write_rows(tmp_path / "new.jsonl", rows_of(preferences)[:20])
+    new = write_jsonl(tmp_path / "new.jsonl", read_jsonl(preferences)[:20])
     evaluation = evaluate_run(str(folder), 0, data=[new])
     assert evaluation["evaluated"]["texts"] == 20
     (account,) = evaluation["data"]
@@ -286,8 +277,8 @@ def test_another_reward_model_scores_and_is_measured_in_place_of_the_run_s(
                         reward__learning_rate=1e-2, seed=5)  # fmt: skip
     judge = str(ran(other) / "reward")
     data = load_data(finished.dataset, finished.data, seed=finished.seed)
-    lines = rows_of(preferences)
-    file = write_rows(tmp_path / "again.jsonl", [lines[s.source.line - 1] for s in data.heldout])
+    lines = read_jsonl(preferences)
+    file = write_jsonl(tmp_path / "again.jsonl", [lines[s.source.line - 1] for s in data.heldout])
     by_it = evaluate_run(finished.output_dir, 0, reward_model=judge)
     its_own = evaluate_run(other.output_dir, 1, data=[file])
     assert by_it["models"]["reward model"] == its_own["models"]["reward model"]
@@ -328,8 +319,8 @@ def test_models_that_cannot_be_compared_are_refused_in_one_line(
 def test_bad_rows_are_dropped_where_asked_for(
     tmp_path: Path, finished: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = rows_of(write_preferences(tmp_path / "good.jsonl", 5, seed=12))
-    file = write_rows(tmp_path / "holed.jsonl", [*good, 7])
+    good = read_jsonl(write_preferences(tmp_path / "good.jsonl", 5, seed=12))
+    file = write_jsonl(tmp_path / "holed.jsonl", [*good, 7])
     run = finished.output_dir
     assert main(["eval", run, "--data", file]) == 2
     assert "--on-bad-row drop" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from tandem.rewards.scoring import RewardFunctions
 from tandem.training.algorithm import algorithm_of
 from tandem.training.ppo import note_on_tokens
 from tandem.types import Experience
+from tests.jsonl import write_jsonl
 from tests.ranks import on_ranks
 from tests.training.runs import ran
 
@@ -189,7 +190,7 @@ def test_in_a_conversation_the_last_answers_tokens_are_rewarded(
 def test_a_run_records_what_each_token_got(tmp_path: Path, tiny_model: str, file: str) -> None:
     rows = [{"prompt": f"Say {word}."} for word in WORDS * 2]
     data = tmp_path / "prompts.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_jsonl(data, rows)
     grpo = {"reward_function": [f"{file}:even"], "steps": 1, "eval_every": 0}
     lines: list[str] = []
     config = configured(tmp_path, tiny_model, "grpo", grpo=grpo, data=[str(data)])

@@ -30,6 +30,7 @@ from tandem.training.kto import imbalance, mismatched
 from tandem.training.reference import ReferencedPolicy
 from tandem.training.reward_objective import side_by_side
 from tandem.types import LabelledRow, PairRow, RankedRow, Rollout, Source, TokenRow
+from tests.jsonl import write_jsonl
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config, tiny_llama
 from tests.training.runs import (
@@ -69,8 +70,7 @@ def labelled(tmp_path: Path, preferences: str) -> str:
         completion = given["chosen" if good else "rejected"]
         lines.append({"prompt": given["prompt"], "completion": completion, "label": good})
     path = tmp_path / "labelled.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return str(path)
+    return write_jsonl(path, lines)
 
 
 @pytest.fixture
@@ -90,8 +90,7 @@ def ranked(tmp_path: Path, preferences: str) -> str:
         )
         lines.append({"prompt": given["prompt"], **kinds[i % 4]})
     path = tmp_path / "ranked.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return str(path)
+    return write_jsonl(path, lines)
 
 
 @pytest.mark.parametrize("loss", ["ipo", "simpo", "orpo", "cdpo", "robust", "apo-zero", "apo-down"])

@@ -27,6 +27,7 @@ from tandem.training.checks.preflight import (
 )
 from tandem.training.run_folder import Run
 from tandem.training.stage_data import StepRows, prepare_rows
+from tests.jsonl import read_jsonl, write_jsonl
 from tests.tiny import save_tiny_model, tiny_config, tiny_tokenizer
 from tests.training.runs import ran
 
@@ -176,7 +177,7 @@ def test_a_reward_function_that_cannot_be_called_is_refused_before_the_first_ste
 ) -> None:
     rows = [{"prompt": f"q{i}", "chosen": "a", "rejected": "b", column: i} for i in range(60)]
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(data, rows)
     file = tmp_path / "rewards.py"
     file.write_text(f"def score({parameters}):\n    return [0.0 for _ in completions]\n")
     config = tiny_config(
@@ -225,7 +226,7 @@ def test_only_rows_of_steps_that_run_must_fit_the_model(tmp_path: Path, tiny_mod
         for i in range(80)
     ]
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(data, rows)
     config = tiny_config(
         tmp_path / "run", tiny_model, str(data), dataset__max_tokens=900, dataset__heldout=0.4
     )
@@ -347,7 +348,7 @@ def test_a_system_prompt_that_no_template_can_place_is_refused() -> None:
 def test_rows_that_a_template_rejects_say_why_once(
     tmp_path: Path, tiny_model: str, preferences: str
 ) -> None:
-    rows = [json.loads(line) for line in Path(preferences).read_text().splitlines()]
+    rows = read_jsonl(preferences)
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     rows += [{**row, "prompt": turns + turns[1:]} for row in rows[:1]]
     rows += [
@@ -355,7 +356,7 @@ def test_rows_that_a_template_rejects_say_why_once(
         for n, row in enumerate(rows[:40])
     ]
     data = tmp_path / "system.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(data, rows)
     limits = {"chat_template": "none", "on_bad_row": "drop", "heldout": 0.4}
     config = tiny_config(tmp_path / "run", tiny_model, str(data), dataset=limits)
     account = prepare_rows(config, tiny_model, tiny_model).ledger.datasets["system"]

@@ -30,6 +30,7 @@ from tandem.training import run_folder as run_module
 from tandem.training.run_stages import train
 from tandem.training.stage_data import prepare_rows
 from tandem.types import Message
+from tests.jsonl import read_jsonl
 from tests.tiny import tiny_config, write_preferences
 
 from .runs import StopError, ran, stop_at
@@ -652,7 +653,7 @@ def test_a_column_of_a_name_that_reward_functions_are_given_is_left_out_for_them
     tmp_path: Path, tiny_model: str, preferences: str
 ) -> None:
     data, rewards = tmp_path / "data.jsonl", tmp_path / "rewards.py"
-    rows = [json.loads(line) for line in Path(preferences).read_text().splitlines()]
+    rows = read_jsonl(preferences)
     data.write_text("".join(json.dumps(row | {"completions": 1}) + "\n" for row in rows))
     rewards.write_text(
         "def one(prompts, completions, **columns):\n"

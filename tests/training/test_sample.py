@@ -33,6 +33,7 @@ from tandem.training.sample.flags import parse_sample_flags
 from tandem.training.sample.rows import Choice, SampledAnswer, row_of
 from tandem.training.sample.summary import _rewards
 from tandem.types import Message
+from tests.jsonl import read_jsonl, write_jsonl
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config
 from tests.training import environments
@@ -72,7 +73,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prompts")
     (folder / "rewards.py").write_text(REWARDS)
     path = folder / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_jsonl(path, ROWS)
     return path
 
 
@@ -186,14 +187,14 @@ def test_best_and_pairs_are_those_of_a_plain_loop(sampled: Sampled, prompts: Pat
 def test_the_projects_reader_takes_all_three(sampled: Sampled, tmp_path: Path) -> None:
     for write in ("all", "best", "pairs"):
         sampled(write, "--write", write, *(["--keep-cut-off"] * (write != "all")))
-    everything = [json.loads(row) for row in (tmp_path / "all.jsonl").read_bytes().splitlines()]
+    everything = read_jsonl(tmp_path / "all.jsonl")
     turns = [[(m["role"], m["content"]) for m in row["prompt"]] for row in everything]
     turned = {str(t) for t in turns}
     for write, stage in (("all", "ppo"), ("best", "sft"), ("pairs", "dpo"), ("pairs", "reward")):
         path = tmp_path / f"{write}.jsonl"
         data = load_data(DataConfig(heldout=0.0), [str(path)], seed=1, stages=[stage])
         (account,) = data.ledger.datasets.values()
-        written = [json.loads(line) for line in path.read_bytes().splitlines()]
+        written = read_jsonl(path)
         assert list(account.notes) == [
             "turns marked weight 0, train or loss false are shown, not learned"
         ]

@@ -33,6 +33,7 @@ from tandem.training.stage_data import prepare_rows
 from tandem.types import Message, PromptRow, Source
 from tests.data.built_tokenizers import CHATML, byte_level
 from tests.data.test_tool_rendering import INST, PYTHONIC, TAGGED, TOOLS, built
+from tests.jsonl import read_jsonl, write_jsonl
 from tests.ranks import on_ranks
 from tests.tiny import CALL, WRONG_CALL, save_calling_model
 from tests.training import tool_functions
@@ -145,8 +146,7 @@ def test_functions_see_calls_of_single_answers_too(calling: str, tmp_path: Path)
 def data_of(folder: Path, *more: dict[str, Any]) -> str:
     rows = [{"prompt": f"Say {word}.", "answer": word} for word in WORDS * 4]
     file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *more]))
-    return str(file)
+    return write_jsonl(file, [*rows, *more])
 
 
 def run_of(folder: Path, model: str, **changes: Any) -> RunConfig:
@@ -304,7 +304,7 @@ def test_best_answers_are_rows_that_sft_renders_as_they_were(calling: str, tmp_p
     words += ["--max-new-tokens", "4", "--max-prompt-tokens", "600", *biases]
     words += ["--reward-function", f"{FILE}:num_calls", "--device", "cpu"]
     assert main(words) == 0
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = read_jsonl(out)
     assert all(row["tools"] == [get_json_schema(tool_functions.add)] for row in rows)
     renderer = Renderer(load_tokenizer(calling))
     called = 0
