@@ -33,13 +33,8 @@ from tandem.parallel.world import World
 from tandem.training.make_engine import make_engine
 from tandem.training.saving import save_anywhere
 from tests.generation.cuda_stand_ins import stand_in
-from tests.generation.gpu_sessions import (
-    assert_same,
-    bitwise,
-    found_by_address,
-    in_buckets,
-    prompts,
-)
+from tests.generation.gpu_sessions import found_by_address, in_buckets, prompts
+from tests.generation.rollouts import assert_same, bitwise
 from tests.models.families import ragged_batch, tiny_model, tiny_scalar, tokenizer
 from tests.ranks import on_ranks
 

@@ -20,25 +20,16 @@ from tandem.generation.gpu_runner import GraphRunner
 from tandem.generation.sampler import Draw
 from tandem.generation.stops import Stops
 from tandem.models.lora import add_lora, lora_parameters
-from tandem.ops import native, paged_gpu
+from tandem.ops import paged_gpu
 from tandem.ops.attention_context import KVMemory
 from tandem.types import PromptRow, Rollout, Source
-from tests.models.families import tiny_model
+from tests.generation.rollouts import new_wide
 
 STOPS = Stops((2,), 0, lambda ids: " ".join(map(str, ids)))
-bitwise = pytest.mark.skipif(not native.available(), reason=native.why_not() or "available")
-
-
-def wide(family: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Room for long answers; some of the answers end, some reach their limit."""
-    names = {"gpt2": "n_positions"}
-    model = tiny_model(family, **{names.get(family, "max_position_embeddings"): 256})
-    torch.nn.Module.to(model, dtype)
-    return model.eval()
 
 
 def adapted() -> PreTrainedModel:
-    model = wide()
+    model = new_wide()
     add_lora(model, LoraConfig(rank=2), seed=0)
     with torch.no_grad():
         for parameter in lora_parameters(model):
@@ -63,12 +54,6 @@ def rollout_of(model: PreTrainedModel, **how: Any) -> Rollout:
     knobs = {"max_new_tokens": 30, "samples_per_prompt": 2, **how.pop("sampling", {})}
     rows = prompts(5, 33, 16, 1, 48, 20, 7)
     return generate(model, rows, SamplingConfig(**knobs), STOPS, seed=3, step=1, **how)
-
-
-def assert_same(one: Rollout, other: Rollout) -> None:
-    assert torch.equal(one.batch.token_ids, other.batch.token_ids)
-    for name in ("rollout_logprobs", "sampled_logprobs", "rollout_entropy", "finished"):
-        assert torch.equal(getattr(one, name), getattr(other, name)), name
 
 
 class Seen:

@@ -12,30 +12,10 @@ from tandem.config.schema import SamplingConfig
 from tandem.engine.forward import response_logprobs
 from tandem.errors import ConfigError, GenerationError, NumericsError
 from tandem.generation.generator import generate
-from tandem.generation.stops import Stops
 from tandem.generation.streaming import stream
-from tandem.types import Message, PromptRow, Rollout, Source
+from tandem.types import PromptRow, Rollout, Source
+from tests.generation.rollouts import STOPS, prompts, wide_llama
 from tests.models.families import FAMILIES, tiny_model
-
-STOPS = Stops(stop_token_ids=(2,), pad_token_id=2, decode=lambda ids: " ".join(map(str, ids)))
-
-
-def wide_llama() -> PreTrainedModel:
-    """A tiny Llama with room for long answers."""
-    return tiny_model("llama", max_position_embeddings=512)
-
-
-def prompts(*lengths: int, vocabulary: int = 90) -> list[PromptRow]:
-    generator = torch.Generator().manual_seed(4)
-    return [
-        PromptRow(
-            tuple(torch.randint(3, vocabulary, (n,), generator=generator).tolist()),
-            (Message("user", "q"),),
-            {},
-            Source("test", "memory", i + 1),
-        )
-        for i, n in enumerate(lengths)
-    ]
 
 
 def rollout_of(model: PreTrainedModel, rows: list[PromptRow], **knobs: float) -> Rollout:

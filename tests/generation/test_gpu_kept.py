@@ -17,14 +17,12 @@ from tests.generation.cuda_stand_ins import Graph, stand_in
 from tests.generation.gpu_sessions import (
     Calls,
     adapted,
-    assert_same,
-    bitwise,
     decoded,
     found_by_address,
     in_buckets,
     rollout_of,
-    wide,
 )
+from tests.generation.rollouts import assert_same, bitwise, new_wide
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +63,7 @@ def test_recordings_outlive_a_session_until_a_weight_moves(monkeypatch: pytest.M
 
 @bitwise
 def test_without_triton_recordings_go_with_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = wide()
+    model = new_wide()
     seen = in_buckets(monkeypatch)
     rollouts, counts = [], []
     for _ in range(2):
@@ -78,7 +76,7 @@ def test_without_triton_recordings_go_with_their_memory(monkeypatch: pytest.Monk
 
 @bitwise
 def test_sessions_side_by_side_keep_apart() -> None:
-    model = wide()
+    model = new_wide()
     memories = [new_memory(model, 3), new_memory(model, 5)]
     expected = [
         decoded(TwinRunner(model, memory), memory, first)
@@ -100,7 +98,7 @@ def test_sessions_side_by_side_keep_apart() -> None:
 
 
 def test_what_is_kept_keeps_no_model() -> None:
-    model = wide()
+    model = new_wide()
     GraphRunner(model, new_memory(model, 3)).close()
     gone = weakref.ref(model)
     del model
@@ -148,7 +146,7 @@ def test_reserved_memory_is_flat_over_a_hundred_rollouts(
     """In-place updates record nothing again; moved weights record anew in returned memory."""
     found_by_address(monkeypatch)
     reserved = Reserved(monkeypatch)
-    model = wide()
+    model = new_wide()
     sizes = []
     for rollout in range(100 if not moves else 10):
         memory = new_memory(model, 4)
@@ -174,7 +172,7 @@ def test_without_triton_a_pool_whose_graphs_are_gone_is_not_used_again(
 ) -> None:
     """torch asserts that a shared pool is in use by a graph that is alive."""
     reserved = Reserved(monkeypatch)
-    model = wide()
+    model = new_wide()
     for _ in range(2):
         memory = new_memory(model, 4)
         runner = GraphRunner(model, memory)

@@ -26,17 +26,8 @@ from tandem.generation.sampler import Sampler
 from tandem.models.twin import twin_of
 from tandem.ops import attention, native
 from tests.generation.cuda_stand_ins import stand_in
-from tests.generation.gpu_sessions import (
-    STOPS,
-    adapted,
-    assert_same,
-    bitwise,
-    decoded,
-    in_buckets,
-    prompts,
-    rollout_of,
-    wide,
-)
+from tests.generation.gpu_sessions import STOPS, adapted, decoded, in_buckets, prompts, rollout_of
+from tests.generation.rollouts import assert_same, bitwise, new_wide
 from tests.models.families import FAMILIES
 
 CPU = torch.device("cpu")
@@ -76,7 +67,7 @@ def test_a_whole_generation_is_the_plain_runners(
     is_late: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = wide(family)
+    model = new_wide(family)
     plain = rollout_of(model)
     seen = in_buckets(monkeypatch, late=is_late)
     assert_same(rollout_of(model, **SCHEDULES[how]), plain)
@@ -91,7 +82,7 @@ def test_no_step_of_any_family_waits_for_the_host(
 ) -> None:
     """In plain torch, as on a GPU but for its attention; there, sums depend on the bucket."""
     monkeypatch.setattr(native, "available", lambda: False)
-    model = wide(family)
+    model = new_wide(family)
     plain = rollout_of(model)
     seen = in_buckets(monkeypatch, late=True)
     rollout = rollout_of(model, batch_size=5)
@@ -110,7 +101,7 @@ def test_no_part_of_a_prefill_waits_for_the_host(
     """Whole prompts, and parts of prompts that share blocks; only attention runs in C++."""
     rows = prompts(40, 40, 3, 20)
     rows[1] = replace(rows[1], token_ids=(*rows[0].token_ids[:35], *rows[1].token_ids[35:]))
-    model = wide(family)
+    model = new_wide(family)
     monkeypatch.setattr(native, "available", lambda: False)
     monkeypatch.setattr(attention, "_native", lambda dtype: dtype == torch.float32)
     plain, seen = TwinRunner.prefill, []
@@ -168,7 +159,7 @@ def test_every_sampling_draws_what_the_rows_draw(
     knobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampler, "_likeliest", likeliest_by_torch)
-    model = wide()
+    model = new_wide()
     plain = rollout_of(model, sampling=knobs)
     seen = in_buckets(monkeypatch, late=True)
     assert_same(rollout_of(model, sampling=knobs, batch_size=5), plain)
@@ -182,7 +173,7 @@ def test_a_sampler_that_waits_draws_unrecorded_beside_a_recorded_forward(
 ) -> None:
     """On a CPU the nucleus is looked for among the likeliest tokens first; a GPU sorts all."""
     monkeypatch.setattr(sampler, "_FIRST_LOOK", 8)
-    model, knobs = wide(), {"top_p": 0.9}
+    model, knobs = new_wide(), {"top_p": 0.9}
     plain = rollout_of(model, sampling=knobs)
     seen = in_buckets(monkeypatch)
     with pytest.warns(UserWarning, match="decoding without CUDA graphs") as warned:
@@ -194,7 +185,7 @@ def test_a_sampler_that_waits_draws_unrecorded_beside_a_recorded_forward(
 
 @bitwise
 def test_so_it_is_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = wide(dtype=torch.bfloat16)
+    model = new_wide(dtype=torch.bfloat16)
     plain = rollout_of(model)
     in_buckets(monkeypatch)
     assert_same(rollout_of(model, batch_size=5), plain)
@@ -210,7 +201,7 @@ def test_adapters_decode_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @bitwise
 def test_rows_that_fill_a_batch_up_touch_the_scratch_block_alone() -> None:
-    model = wide()
+    model = new_wide()
     memories = [new_memory(model, 4), new_memory(model, 4)]
     for memory in memories:
         for tensor in (t for layer in memory.layers for t in layer):
@@ -226,7 +217,7 @@ def test_rows_that_fill_a_batch_up_touch_the_scratch_block_alone() -> None:
 
 
 def test_only_its_own_logits_and_one_plain_sampler_are_drawn_for() -> None:
-    model = wide()
+    model = new_wide()
     memory = new_memory(model, 3)
     runner = GraphRunner(model, memory)
     samplers = [Sampler(SamplingConfig(), (2,), CPU, 99), Sampler(SamplingConfig(), (2,), CPU, 99)]

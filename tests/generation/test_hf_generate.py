@@ -13,7 +13,7 @@ from tandem.generation.generator import generate
 from tandem.generation.stops import Stops
 from tandem.generation.streaming import stream
 from tandem.models.load import new_causal_lm
-from tests.generation.test_generator import STOPS, prompts, wide_llama
+from tests.generation.rollouts import STOPS, prompts, wide_llama
 from tests.generation.test_streaming import bloom
 from tests.models.families import perturbed
 from tests.models.test_classifiers import config_of

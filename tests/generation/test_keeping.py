@@ -22,7 +22,7 @@ from tandem.models.replayed import KeptStates, replays
 from tandem.models.twin import twin_of
 from tandem.ops import native
 from tandem.types import PromptRow, Rollout
-from tests.generation.test_generator import STOPS, prompts
+from tests.generation.rollouts import STOPS, prompts
 from tests.models.families import tiny_model
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="states are kept by the C++ runner")

@@ -30,8 +30,7 @@ from tandem.ops.attention_context import (
     Packed,
 )
 from tandem.types import PromptRow, Rollout, Source
-from tests.generation.test_generator import STOPS
-from tests.generation.test_session import CPU, assert_same, bitwise, wide
+from tests.generation.rollouts import CPU, STOPS, assert_same, bitwise, wide
 from tests.models.families import tiny_model
 
 GREEDY = SamplingConfig(max_new_tokens=20, top_k=1)

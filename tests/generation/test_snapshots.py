@@ -30,7 +30,7 @@ from tandem.ops import native
 from tandem.types import Rollout
 from tests.generation import test_conversing
 from tests.generation.cuda_stand_ins import stand_in
-from tests.generation.test_generator import STOPS
+from tests.generation.rollouts import CPU, STOPS, assert_same, bitwise
 from tests.generation.test_prefixes import (
     ALIKE,
     GREEDY,
@@ -40,7 +40,6 @@ from tests.generation.test_prefixes import (
     scaled_in_place,
     tokens_of,
 )
-from tests.generation.test_session import CPU, assert_same, bitwise
 from tests.generation.test_states import hybrid
 from tests.models.families import tiny_model
 

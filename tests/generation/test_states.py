@@ -23,13 +23,18 @@ from tandem.models.twin import kv_shapes
 from tandem.ops import native
 from tandem.ops.attention_context import LayerShape, StateShape
 from tests.generation.cuda_stand_ins import stand_in
-from tests.generation.test_generator import STOPS, prompts
-from tests.generation.test_session import LENGTHS, SCHEDULES, assert_same, rollout_of
+from tests.generation.rollouts import (
+    CPU,
+    LENGTHS,
+    SCHEDULES,
+    STOPS,
+    assert_same,
+    bitwise,
+    prompts,
+    rollout_of,
+)
 from tests.models.families import config_of, perturbed
 from tests.models.hybrid_families import HYBRIDS
-
-CPU = torch.device("cpu")
-bitwise = pytest.mark.skipif(not native.available(), reason=native.why_not() or "available")
 
 
 @cache

@@ -14,7 +14,7 @@ from tandem.generation.stops import Stops
 from tandem.generation.streaming import Conversations, Handle, stream
 from tandem.models.load import new_causal_lm
 from tandem.models.twin import supports_packing
-from tests.generation.test_generator import STOPS, prompts, wide_llama
+from tests.generation.rollouts import STOPS, prompts, wide_llama
 from tests.models.families import perturbed
 
 

@@ -18,7 +18,8 @@ from tandem.models.selfcheck import check_twin
 from tandem.models.twin import twin_of
 from tandem.ops import gpu
 from tandem.types import Rollout
-from tests.generation.gpu_sessions import found_by_address, in_buckets, rollout_of, wide
+from tests.generation.gpu_sessions import found_by_address, in_buckets, rollout_of
+from tests.generation.rollouts import new_wide
 from tests.gpu.conftest import DEVICE, IS_DRY, needs_gpu
 from tests.models.families import tiny_model
 
@@ -27,7 +28,7 @@ FAMILIES = ("llama", "qwen3", "gemma2", "opt", "gpt2")
 
 def placed(family: str = "llama") -> PreTrainedModel:
     """bf16, on the device; its heads are wide enough for the kernels."""
-    model = wide(family) if family in ("llama", "gpt2") else tiny_model(family)
+    model = new_wide(family) if family in ("llama", "gpt2") else tiny_model(family)
     torch.nn.Module.to(model, DEVICE, torch.bfloat16)
     return model.eval()
 

@@ -18,7 +18,7 @@ from tandem.config.schema import SamplingConfig
 from tandem.generation.generator import generate
 from tandem.generation.streaming import stream
 from tandem.ops import logits
-from tests.generation.test_generator import STOPS, prompts
+from tests.generation.rollouts import STOPS, prompts
 from tests.generation.test_streaming import bloom
 from tests.tiny import tiny_config, tiny_tokenizer
 from tests.training.runs import ran
