@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,5 +18,11 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved tiny Llama with its tokenizer; tests copy it before they change it."""
+    """A saved tiny Llama with its tokenizer."""
     return saved(tiny_model("llama"), tmp_path_factory.mktemp("llama") / "model")
+
+
+@pytest.fixture
+def folder(llama_folder: Path, tmp_path: Path) -> Path:
+    """A copy of it, which a test may change."""
+    return Path(shutil.copytree(llama_folder, tmp_path / "copy"))

@@ -170,6 +170,13 @@ def ragged_batch(lengths: Sequence[int] = (9, 5, 12, 1), seed: int = 0) -> Token
     return TokenBatch.from_rows(rows, PAD)
 
 
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    """Of the model's own forward over a padded batch."""
+    batch = ragged_batch()
+    return model(input_ids=batch.token_ids, attention_mask=batch.attention_mask.long()).logits
+
+
 def scaled(left: torch.Tensor, right: torch.Tensor, tolerance: float = 1e-5) -> bool:
     """Equal to `tolerance` of the largest absolute number."""
     return bool((left - right).abs().max() <= tolerance * right.abs().max().clamp_min(1.0))

@@ -17,7 +17,7 @@ from tandem.models.adapter import load_adapter, save_adapter
 from tandem.models.lora import add_lora, lora_layers, lora_parameters
 from tandem.models.scalar import normalization, set_normalization
 
-from .families import ragged_batch, scaled, tiny_model, tiny_scalar
+from .families import logits, scaled, tiny_model, tiny_scalar
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings(
@@ -34,12 +34,6 @@ def adapted(plain: PreTrainedModel, **config: object) -> PreTrainedModel:
             if parameter.requires_grad:
                 parameter += 0.1 * torch.randn_like(parameter)
     return model
-
-
-@torch.no_grad()
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    batch = ragged_batch()
-    return model(input_ids=batch.token_ids, attention_mask=batch.attention_mask.long()).logits
 
 
 def edit(folder: Path, **changes: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,6 @@ from tandem.models.lora import add_lora, is_adapted, lora_parameters
 from tandem.models.save import save_model
 
 from .families import ragged_batch, saved, scaled, tiny_config, tiny_model, tokenizer
-
-
-@pytest.fixture
-def folder(llama_folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(llama_folder, tmp_path / "copy"))
 
 
 def test_equal_to_transformers_own_loading(family: str, tmp_path: Path) -> None:

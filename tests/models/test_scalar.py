@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import pytest
@@ -178,17 +177,13 @@ def test_two_backbones_in_one_family(llama_folder: Path, monkeypatch: pytest.Mon
         load_scalar_model(llama_folder, seed=0)
 
 
-def test_a_config_that_promises_a_head_the_files_lack(llama_folder: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(llama_folder, tmp_path / "copy"))
+def test_a_config_that_promises_a_head_the_files_lack(folder: Path) -> None:
     _edit(folder, architectures=["LlamaForSequenceClassification"], num_labels=1)
     with pytest.raises(ModelError, match=r"1 \(score.weight\) missing"):
         load_scalar_model(folder, seed=0)
 
 
-def test_without_architectures_the_files_tell(
-    llama_folder: Path, scalar_folder: Path, tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(llama_folder, tmp_path / "copy"))
+def test_without_architectures_the_files_tell(folder: Path, scalar_folder: Path) -> None:
     _edit(folder, architectures=None)
     assert load_scalar_model(folder, seed=0).config.num_labels == 1
     trained = load_scalar_model(scalar_folder, seed=0).score.weight
@@ -199,8 +194,7 @@ def test_without_architectures_the_files_tell(
         load_scalar_model(folder, seed=0)
 
 
-def test_weights_missing_from_the_backbone(llama_folder: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(llama_folder, tmp_path / "copy"))
+def test_weights_missing_from_the_backbone(folder: Path) -> None:
     _edit(folder, num_hidden_layers=3)
     with pytest.raises(ModelError, match=r"model.layers.2.input_layernorm.weight.* missing"):
         load_scalar_model(folder, seed=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,6 @@ from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.models.source import Located, adapter_base, locate, read_adapter_config
 
 from .families import tiny_model
-
-
-@pytest.fixture
-def folder(llama_folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(llama_folder, tmp_path / "copy"))
 
 
 class _SilentHub:

@@ -22,7 +22,15 @@ from tandem.models.packed import predictor_states, response_tokens
 from tandem.models.shared import share_base
 from tandem.models.token_layers import token_layers, token_rows, trained_tokens
 
-from .families import merged_state_dict, ragged_batch, saved, scaled, tiny_model, tiny_scalar
+from .families import (
+    logits,
+    merged_state_dict,
+    ragged_batch,
+    saved,
+    scaled,
+    tiny_model,
+    tiny_scalar,
+)
 
 TOKENS = (90, 7, 33)
 CONFIG = LoraConfig(rank=3, alpha=7.0)
@@ -43,12 +51,6 @@ def move(model: PreTrainedModel) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-
-
-@torch.no_grad()
-def logits(model: nn.Module) -> torch.Tensor:
-    batch = ragged_batch()
-    return model(input_ids=batch.token_ids, attention_mask=batch.attention_mask.long()).logits
 
 
 @torch.no_grad()

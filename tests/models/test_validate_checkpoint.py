@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,6 @@ from tandem.models.source import locate
 from tandem.models.validate_checkpoint import check_finite, check_folder, check_weights
 
 from .families import saved, tiny_model
-
-
-@pytest.fixture
-def folder(llama_folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(llama_folder, tmp_path / "copy"))
 
 
 def edit(folder: Path, **changes: Any) -> None:
