@@ -12,7 +12,7 @@ from tandem.generation.blocks import free_bytes
 from tandem.memory.model import MemoryPlan
 from tandem.memory.shape import shape_of
 from tandem.ops import native
-from tandem.predict.memory import Device, Models, stage_memory
+from tandem.predict.memory import Device, Models, StageCase, stage_memory
 from tandem.predict.rows import Rows
 from tandem.predict.work import work_of
 
@@ -55,7 +55,8 @@ def plan_memory(
         packs=native.available(),
         memory=free_bytes(device) if device.type == "cpu" else 0.0,
     )
-    plan = stage_memory(config, stage, models, work_of(config, stage, ranks, rows), place, ranks)
+    work = work_of(config, stage, ranks, rows)
+    plan = stage_memory(StageCase(config, stage, models, work, place, ranks))
     own = {name: parts for name, parts in plan.phases.items() if not _is_beside(name)}
     return MemoryPlan(plan.resting, own, plan.loading, plan.host)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from tandem.config.engine import engine_settings
+from tandem.config.lora import TrainedRole
 from tandem.config.rules import has_reference
 from tandem.config.schema import RLConfig, RunConfig
 from tandem.config.stages import Stage, leaving
@@ -85,42 +86,128 @@ def _width(config: Config) -> int:
     return 4 if "float32" in (config.get("dtype"), config.get("torch_dtype")) else 2
 
 
-def stage_memory(
-    config: RunConfig, stage: Stage, models: Models, work: Work, device: Device, ranks: int
-) -> MemoryPlan:
+@dataclass(frozen=True)
+class StageCase:
+    """A stage on some ranks of a machine. work: of a step."""
+
+    config: RunConfig
+    stage: Stage
+    models: Models
+    work: Work
+    device: Device
+    ranks: int
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether its loss or reward reads one."""
+        return has_reference(self.config, self.stage)
+
+    @cached_property
+    def policy(self) -> Layout:
+        """How the policy is placed, with what follows it."""
+        rl, moving = getattr(self.config, self.stage.section), self.config.reference
+        moves = moving.update_every > 0 and self.has_reference
+        return self._layout(
+            "actor",
+            average=isinstance(rl, RLConfig) and rl.ema,
+            reference_rate=moving.update_rate if moves else 0.0,
+        )
+
+    @cached_property
+    def value(self) -> Layout:
+        """How reward model and critic are placed."""
+        return self._layout("critic")
+
+    def _layout(self, role: TrainedRole, **more: Any) -> Layout:
+        on_cpu, half = self.device.on_cpu, self.device.half
+        settings = engine_settings(self.config)
+        return layout_of(settings, self.ranks, role, on_cpu=on_cpu, half=half, **more)
+
+    @property
+    def trained(self) -> list[tuple[Shape, Layout]]:
+        """The models that the stage trains."""
+        models = self.models
+        if self.stage.leaves == "reward model":
+            return [(models.value, self.value)]
+        return [(models.policy, self.policy)] + [(models.critic, self.value)] * self.has_critic
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether it trains one beside the policy."""
+        return self.stage.family == "rl" and "critic" in self.stage.trains
+
+    @property
+    def saves(self) -> bool:
+        """Whether it writes a checkpoint before it ends."""
+        every = self.config.save_every
+        return bool(every) and not 0 < self.work.steps <= every
+
+    @property
+    def decodes_packed(self) -> bool:
+        """Whether generation reads a second, packed copy of the weights, quantized ones unpacked.
+        It may take a share of what is free there, here of all memory."""
+        config, models, device = self.config, self.models, self.device
+        copied = models.policy.parameters * (2 if device.half else FLOAT)
+        return (
+            models.kind in PACKED_FAMILIES
+            and device.on_cpu
+            and device.packs
+            and config.dtype != "fp16"
+            and config.parallel.inference_tp_size == 1
+            and config.hybrid_engine
+            and copied <= SHARE_TO_PACK * device.memory
+        )
+
+    @cached_property
+    def kept_states(self) -> int:
+        """Tokens whose states one rank keeps from generation for the actor's only update
+        (training/first_update.py); 0 where it keeps none."""
+        config, work, policy = self.config, self.work, self.models.policy
+        rl = getattr(config, self.stage.section)
+        if not (
+            self.stage.family == "rl"
+            and not self.stage.compares_answers
+            and self.ranks == 1
+            and work.updates == work.passes
+            and work.steps != 1  # the first update of a process runs the actor
+            and self.decodes_packed
+            and not config.lora.rank
+            and keeps_states(policy, self.policy)
+            and rl.old_logprobs != "forward"
+            and config.dropout == 0
+            and not self.policy.offload_params
+            and getattr(rl, "sampling_rounds", 1) <= 1
+        ):
+            return 0
+        tokens = round(work.prompts * work.prompt + work.rows * (work.new - 1))
+        fits = states_bytes(policy, tokens, self.policy) <= config.kept_states * self.device.memory
+        return tokens if fits else 0
+
+
+def stage_memory(case: StageCase) -> MemoryPlan:
     """What a stage needs per rank, by phase."""
-    parallel = config.parallel
+    config, stage, models, work = case.config, case.stage, case.models, case.work
     ending: dict[str, Bytes] = {}
-    layout = partial(
-        layout_of, engine_settings(config), ranks, on_cpu=device.on_cpu, half=device.half
-    )
     if stage.family == "rl":
-        policy = layout("actor", **following(config, stage))
-        value = layout("critic")
         of_step = partial(
-            ppo_memory, models.policy, models.critic, policy, value,
+            ppo_memory, models.policy, models.critic, case.policy, case.value,
             other=models.reference, judge=models.value,
         )  # fmt: skip
-        step = _ppo_work(config, stage, models, work, device)
-        states = kept_states(config, stage, models, work, device, policy, ranks)
-        step = replace(step, states=states)
-        plan = of_step(step)
+        step = _ppo_work(case)
+        plan = of_step(replace(step, states=case.kept_states))
         answered = _answered(work, work.rehearsed)
-        rehearsed = replace(step, tokens=work.rehearsed, answered=answered, states=0)
-        tried = of_step(rehearsed)
-        layouts = [(models.policy, policy)] + [(models.critic, value)] * step.has_critic
+        tried = of_step(replace(step, tokens=work.rehearsed, answered=answered))
     else:
         scalar = stage.leaves == "reward model"
-        shape = models.value if scalar else models.policy
-        placed = layout(stage.trains[0], **following(config, stage))
+        ((shape, placed),) = case.trained
         of_tokens = partial(
             supervised_memory,
             shape,
             placed,
-            reference=has_reference(config, stage),
+            reference=case.has_reference,
             other=models.reference,
-            reference_on_host="reference" in parallel.offload,
-            packs=not scalar and decodes_packed(config, models, device),
+            reference_on_host="reference" in config.parallel.offload,
+            packs=not scalar and case.decodes_packed,
         )
         share = work.answered / max(1.0, work.tokens)
         micro, largest = work.micro_tokens, work.rehearsed
@@ -128,28 +215,16 @@ def stage_memory(
         later, none_later = (work.later, 0) if scalar else (None, None)
         plan = of_tokens(tokens=micro, answered=round(micro * share), later=later)
         tried = of_tokens(tokens=largest, answered=round(largest * share), later=none_later)
-        layouts = [(shape, placed)]
         if scalar and answers_are_scored(config):
-            policy = layout("actor")
-            ending = {"normalize": _normalizing(config, models, work, device, policy, ranks)}
+            ending = {"normalize": _normalizing(case)}
     rehearsal = {f"rehearse{name[5:]}": size for name, size in tried.phases.items()
                  if name.startswith("train")}  # fmt: skip
     saved: dict[str, Bytes] = {"save": {}}
-    if saves(config, work) and config.save_async and device.on_cpu:
+    if case.saves and config.save_async and case.device.on_cpu:
         # The next step runs while the copy is written.
-        copied = {"copy to write": checkpoint_bytes(layouts)}
+        copied = {"copy to write": checkpoint_bytes(case.trained)}
         saved = {f"save beside {name}": size | copied for name, size in plan.phases.items()}
     return replace(plan, phases={**rehearsal, **plan.phases, **saved, **ending})
-
-
-def following(config: RunConfig, stage: Stage) -> dict[str, Any]:
-    """What follows the policy that a stage trains, for `layout_of`."""
-    rl, moving = getattr(config, stage.section), config.reference
-    moves = moving.update_every > 0 and has_reference(config, stage)
-    return {
-        "average": isinstance(rl, RLConfig) and rl.ema,
-        "reference_rate": moving.update_rate if moves else 0.0,
-    }
 
 
 def answers_are_scored(config: RunConfig) -> bool:
@@ -158,78 +233,24 @@ def answers_are_scored(config: RunConfig) -> bool:
     return config.reward.normalize_prompts > 0 and has_policy
 
 
-def _normalizing(
-    config: RunConfig, models: Models, work: Work, device: Device, policy: Layout, ranks: int
-) -> Bytes:
+def _normalizing(case: StageCase) -> Bytes:
     """What the policy whose answers are scored needs beside the reward model."""
+    config = case.config
     slices = config.parallel.inference_tp_size
-    rows = -(-config.reward.normalize_prompts * slices // ranks)
+    rows = -(-config.reward.normalize_prompts * slices // case.ranks)
     return answering_memory(
-        models.policy,
-        policy,
+        case.models.policy,
+        case.policy,
         rows=min(config.generation_batch_size, rows),
-        prompt=min(config.dataset.max_prompt_tokens, work.longest),
+        prompt=min(config.dataset.max_prompt_tokens, case.work.longest),
         new=config.sampling.max_new_tokens,
-        packs=decodes_packed(config, models, device),
+        packs=case.decodes_packed,
         slices=slices,
     )
 
 
-def saves(config: RunConfig, work: Work) -> bool:
-    """Whether the stage writes a checkpoint before it ends."""
-    return bool(config.save_every) and not 0 < work.steps <= config.save_every
-
-
-def decodes_packed(config: RunConfig, models: Models, device: Device) -> bool:
-    """Whether generation reads a second, packed copy of the weights, quantized ones unpacked. It
-    may take a share of what is free there, here of all memory."""
-    copied = models.policy.parameters * (2 if device.half else FLOAT)
-    return (
-        models.kind in PACKED_FAMILIES
-        and device.on_cpu
-        and device.packs
-        and config.dtype != "fp16"
-        and config.parallel.inference_tp_size == 1
-        and config.hybrid_engine
-        and copied <= SHARE_TO_PACK * device.memory
-    )
-
-
-def kept_states(
-    config: RunConfig,
-    stage: Stage,
-    models: Models,
-    work: Work,
-    device: Device,
-    policy: Layout,
-    ranks: int,
-) -> int:
-    """Tokens whose states one rank keeps from generation for the actor's only update
-    (training/first_update.py); 0 where it keeps none."""
-    rl = getattr(config, stage.section)
-    if not (
-        stage.family == "rl"
-        and not stage.compares_answers
-        and ranks == 1
-        and work.updates == work.passes
-        and work.steps != 1  # the first update of a process runs the actor
-        and decodes_packed(config, models, device)
-        and not config.lora.rank
-        and keeps_states(models.policy, policy)
-        and rl.old_logprobs != "forward"
-        and config.dropout == 0
-        and not policy.offload_params
-        and getattr(rl, "sampling_rounds", 1) <= 1
-    ):
-        return 0
-    tokens = round(work.prompts * work.prompt + work.rows * (work.new - 1))
-    fits = states_bytes(models.policy, tokens, policy) <= config.kept_states * device.memory
-    return tokens if fits else 0
-
-
-def _ppo_work(
-    config: RunConfig, stage: Stage, models: Models, work: Work, device: Device
-) -> PPOWork:
+def _ppo_work(case: StageCase) -> PPOWork:
+    config, work = case.config, case.work
     slices = config.parallel.inference_tp_size
     return PPOWork(
         # Ranks that hold slices together answer together what each would answer.
@@ -238,12 +259,12 @@ def _ppo_work(
         new=work.new,
         tokens=work.micro_tokens,
         answered=_answered(work, work.micro_tokens),
-        packs=decodes_packed(config, models, device),
+        packs=case.decodes_packed,
         slices=slices,
         hosted=tuple(set(config.parallel.offload) & {"reference", "reward"}),
-        num_reward_models=num_reward_models(config, stage),
-        has_critic="critic" in stage.trains,
-        has_reference=has_reference(config, stage),
+        num_reward_models=num_reward_models(config, case.stage),
+        has_critic=case.has_critic,
+        has_reference=case.has_reference,
     )
 
 

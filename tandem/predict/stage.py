@@ -4,29 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from tandem.config.critic_free_rules import EXACT_KL
-from tandem.config.engine import engine_settings
-from tandem.config.rules import has_reference
-from tandem.config.schema import RLConfig, RunConfig
+from tandem.config.schema import RunConfig
 from tandem.config.stages import Stage, in_order
 from tandem.memory.dimensions import Shape
-from tandem.memory.model import FLOAT, Layout, MemoryPlan, checkpoint_bytes, layout_of
+from tandem.memory.model import FLOAT, MemoryPlan, checkpoint_bytes
 from tandem.memory.work import logits_rows
 from tandem.predict.constants import constants
 from tandem.predict.evaluation import Comparison, Evaluating, Evaluations
 from tandem.predict.hardware import Hardware
-from tandem.predict.memory import (
-    Device,
-    Models,
-    by_part,
-    decodes_packed,
-    following,
-    kept_states,
-    saves,
-    stage_memory,
-)
+from tandem.predict.memory import Device, Models, StageCase, by_part, stage_memory
 from tandem.predict.rows import Rows
 from tandem.predict.seconds import (
     Pace,
@@ -143,27 +132,23 @@ def predict_stage(
 ) -> StagePrediction:
     """What a stage will need on `ranks` devices."""
     dtype = compute_dtype(config, hardware)
-    half = dtype != "fp32"
     work = work_of(config, stage, ranks, rows, models.positions)
-    device = Device(on_cpu=hardware.on_cpu, half=half, packs=hardware.packs, memory=hardware.memory)
-    memory = stage_memory(config, stage, models, work, device, ranks)
-    layout = partial(layout_of, engine_settings(config), ranks, on_cpu=hardware.on_cpu, half=half)
-    policy = layout("actor", **following(config, stage))
-    value = layout("critic")
+    device = Device(
+        on_cpu=hardware.on_cpu, half=dtype != "fp32", packs=hardware.packs, memory=hardware.memory
+    )
+    case = StageCase(config, stage, models, work, device, ranks)
+    memory = stage_memory(case)
     pace = Pace(machine=hardware, dtype=dtype, threads=hardware.cores)
-    packs = decodes_packed(config, models, device)
-    keeps = kept_states(config, stage, models, work, device, policy, ranks) > 0
-    times = _phase_work(config, stage, models, work, pace, policy, value, packs=packs, keeps=keeps)
-    if not saves(config, work):
+    times = _phase_work(case, pace)
+    if not case.saves:
         times.pop("save", None)
     phases = _with_memory(memory, times, hardware, ranks, rows.count)
-    trained = _trained(config, stage, models, policy, value)
     evaluations = comparison = None
     if rows.heldout is not None:
         phases_of = constants(hardware.kind, hardware.name).phases
         evaluating = Evaluating(
-            config=config, models=models, heldout=rows.heldout, pace=pace, policy=policy,
-            value=value, ranks=ranks, packs=packs, known=phases_of,
+            config=config, models=models, heldout=rows.heldout, pace=pace, policy=case.policy,
+            value=case.value, ranks=ranks, packs=case.decodes_packed, known=phases_of,
         )  # fmt: skip
         evaluations = evaluating.of_stage(stage, work.steps)
         if stage == in_order(config.stages)[-1]:
@@ -175,64 +160,41 @@ def predict_stage(
         dtype=dtype,
         work=work,
         phases=phases,
-        disk=_disk(config, trained, models, stage),
-        models=_saved_width(config, models) * _saved(config, trained, models, stage),
-        host=sum(memory.host.values()) + config.save_async * checkpoint_bytes(trained),
+        disk=_disk(case),
+        models=_saved_width(case) * _saved(case),
+        host=sum(memory.host.values()) + config.save_async * checkpoint_bytes(case.trained),
         evaluations=evaluations,
         comparison=comparison,
     )
 
 
-def _trained(
-    config: RunConfig, stage: Stage, models: Models, policy: Layout, value: Layout
-) -> list[tuple[Shape, Layout]]:
-    """The models that the stage trains."""
-    if stage.family == "rl":
-        return [(models.policy, policy)] + [(models.critic, value)] * ("critic" in stage.trains)
-    scalar = stage.leaves == "reward model"
-    return [(models.value, value) if scalar else (models.policy, policy)]
-
-
-def _phase_work(
-    config: RunConfig,
-    stage: Stage,
-    models: Models,
-    work: Work,
-    pace: Pace,
-    policy: Layout,
-    value: Layout,
-    *,
-    packs: bool,
-    keeps: bool,
-) -> dict[str, PhaseWork]:
-    trained = _trained(config, stage, models, policy, value)
-    held = [shape for shape, _ in trained]
+def _phase_work(case: StageCase, pace: Pace) -> dict[str, PhaseWork]:
+    config, stage, models, work = case.config, case.stage, case.models, case.work
+    policy, trained = case.policy, case.trained
+    compared, frozen = models.reference or models.policy, replace(policy, is_trained=False)
+    held = [*(shape for shape, _ in trained), *_references(case)]
     found: dict[str, PhaseWork] = {}
     if stage.family == "rl":
-        frozen = replace(policy, is_trained=False)
         rows = min(work.at_once, logits_rows(models.policy, policy, FLOAT))
-        found["generate"] = generating(models.policy, policy, work, pace, rows, packs=packs)
+        found["generate"] = generating(
+            models.policy, policy, work, pace, rows, packs=case.decodes_packed
+        )
         scored: list[PhaseWork] = []
-        if has_reference(config, stage):
-            scored.append(scoring(models.reference or models.policy, frozen, work, pace))
-        judge = replace(value, is_trained=False)
+        if case.has_reference:
+            scored.append(scoring(compared, frozen, work, pace))
+        judge = replace(case.value, is_trained=False)
         scored += [scoring(models.value, judge, work, pace)] * num_reward_models(config, stage)
-        if "critic" in stage.trains:
+        if case.has_critic:
             scored.append(scoring(models.critic, judge, _beyond_first_update(work), pace))
         held += [models.value] * num_reward_models(config, stage)
-        held += _references(config, stage, models, policy)
         if scored:
             found["score"] = sum(scored[1:], scored[0])
     passes = [training(shape, layout, work, pace) for shape, layout in trained]
-    if keeps:
+    if case.kept_states:
         passes[0] = training(*trained[0], work, pace, read=work.tokens)
-    if stage.family != "rl" and has_reference(config, stage):
-        compared = models.reference or models.policy
-        passes.append(scoring(compared, replace(policy, is_trained=False), work, pace))
-        held += _references(config, stage, models, policy)
+    if stage.family != "rl" and case.has_reference:
+        passes.append(scoring(compared, frozen, work, pace))
     if getattr(getattr(config, stage.section), "kl", "") in EXACT_KL:
-        compared = models.reference or models.policy
-        frozen = replace(policy, is_trained=False)
         passes += [scoring(compared, frozen, work, pace)] * round(work.passes)
         if getattr(config, stage.section).ptx_target == "reference":
             passes.append(scoring(compared, frozen, _mixed_in(work), pace))
@@ -244,11 +206,12 @@ def _phase_work(
             "save": saving(state, pace.machine)}  # fmt: skip
 
 
-def _references(config: RunConfig, stage: Stage, models: Models, policy: Layout) -> list[Shape]:
+def _references(case: StageCase) -> list[Shape]:
     """The reference, where it is a model beside the policy."""
-    if not has_reference(config, stage) or (policy.lora_rank and models.reference is None):
+    other = case.models.reference
+    if not case.has_reference or (case.policy.lora_rank and other is None):
         return []
-    return [models.reference or models.policy]
+    return [other or case.models.policy]
 
 
 def _mixed_in(work: Work) -> Work:
@@ -301,19 +264,13 @@ def _with_memory(
             peak=peak,
             reserved=reserved,
             instant=instant,
-            seconds=_seconds(name, time, known.phases, ranks),
+            seconds=None if time is None else time.seconds(known.phases[name]),
             tokens=0.0 if time is None else time.tokens * ranks,
             flops=0.0 if time is None else time.flops,
             moved=0.0 if time is None else time.moved,
             terms=None if time is None else dict(time.terms),
         )
     return found
-
-
-def _seconds(
-    name: str, time: PhaseWork | None, known: Mapping[str, Mapping[str, float]], ranks: int
-) -> float | None:
-    return None if time is None else time.seconds(known[name])
 
 
 def _of_phase(name: str, memory: MemoryPlan) -> list[str]:
@@ -323,29 +280,25 @@ def _of_phase(name: str, memory: MemoryPlan) -> list[str]:
     return [instant for instant in memory.phases if instant.split()[0] == name]
 
 
-def _disk(
-    config: RunConfig, trained: list[tuple[Shape, Layout]], models: Models, stage: Stage
-) -> float:
+def _disk(case: StageCase) -> float:
     """Bytes of the checkpoints that are kept and of the saved models."""
-    states = checkpoint_bytes(trained, whole=True)
-    section = getattr(config, stage.section)
+    config = case.config
+    states = checkpoint_bytes(case.trained, whole=True)
+    section = getattr(config, case.stage.section)
     # The next checkpoint is written before the oldest is removed; the best is kept beside them.
     saves = config.save_every or section.keep_best
     checkpoints = (config.keep_checkpoints + 1 if saves else 1) + section.keep_best
-    return checkpoints * states + FLOAT * _saved(config, trained, models, stage)
+    return checkpoints * states + FLOAT * _saved(case)
 
 
-def _saved(
-    config: RunConfig, trained: list[tuple[Shape, Layout]], models: Models, stage: Stage
-) -> float:
+def _saved(case: StageCase) -> float:
     """Parameters of the models that the stage leaves, averages included."""
-    section = getattr(config, stage.section)
-    averages = isinstance(section, RLConfig) and section.ema
-    return sum(shape.parameters for shape, _ in trained) + averages * models.policy.parameters
+    own = sum(shape.parameters for shape, _ in case.trained)
+    return own + case.policy.moving_average * case.models.policy.parameters
 
 
-def _saved_width(config: RunConfig, models: Models) -> int:
+def _saved_width(case: StageCase) -> int:
     """Bytes of a saved parameter, at least."""
-    if config.save_dtype == "auto":
-        return models.saved_width
-    return FLOAT if config.save_dtype == "fp32" else FLOAT // 2
+    if case.config.save_dtype == "auto":
+        return case.models.saved_width
+    return FLOAT if case.config.save_dtype == "fp32" else FLOAT // 2

@@ -146,7 +146,7 @@ def _card(
         _front_matter(stage, adapter_of or last["root"], role, is_adapter=bool(adapter_of)),
         f"# {stage.title}: {path}",
         f"{_ROLE[role]}, {made}",
-        f"## Stages\n\n{_stages(lineage, stage)}",
+        f"## Stages\n\n{_stages(lineage)}",
         f"## Data\n\n{_data(run)}",
         (
             f"## Training\n\nKnobs of this stage that differ from their defaults, and those that "
@@ -185,7 +185,7 @@ def _in_words(titles: Sequence[str]) -> str:
     )
 
 
-def _stages(lineage: Sequence[Step], stage: Stage) -> str:
+def _stages(lineage: Sequence[Step]) -> str:
     lines = ["| model | made by | from | its share of the data |", "| --- | --- | --- | --- |"]
     for step in lineage:
         rows = "; ".join(

@@ -23,7 +23,7 @@ from tandem.config.stages import stage_of
 from tandem.data.render import Renderer
 from tandem.errors import CheckpointError, ConfigError, ModelError
 from tandem.models.scalar import check_scalar_model
-from tandem.predict.memory import Device, Models, stage_memory
+from tandem.predict.memory import Device, Models, StageCase, stage_memory
 from tandem.predict.models import config_of, configs_beside
 from tandem.predict.rows import Rows
 from tandem.predict.work import work_of
@@ -136,7 +136,7 @@ def test_the_forecast_counts_its_shape(
         ours = tiny_config(tmp_path, tiny_model, preferences, **{**ALONE, **changes})
         stage = stage_of("ppo")
         work = work_of(ours, stage, 1, Rows(), of.positions)
-        sizes = stage_memory(ours, stage, of, work, device, 1).resting
+        sizes = stage_memory(StageCase(ours, stage, of, work, device, 1)).resting
         return {name: size for name, size in sizes.items() if name.startswith("critic")}
 
     engine = make_engine(config, tiny_model)

@@ -16,16 +16,17 @@ from transformers import AutoModelForCausalLM
 
 from tandem import make_engine
 from tandem.cli import main
-from tandem.config.engine import engine_settings
 from tandem.config.load import check_config
 from tandem.config.schema import ParallelConfig, RunConfig
 from tandem.config.stages import stage_of
 from tandem.engine.learner import Learner
 from tandem.engine.state import engine_state
 from tandem.errors import CheckpointError, ConfigError
-from tandem.memory.model import checkpoint_bytes, layout_of, reference_bytes
+from tandem.memory.model import checkpoint_bytes, reference_bytes
 from tandem.memory.shape import shape_of
-from tandem.predict.memory import following
+from tandem.predict.memory import Device, Models, StageCase
+from tandem.predict.rows import Rows
+from tandem.predict.work import work_of
 from tandem.training.stage_loop import StepLoop
 from tandem.training.supervised import SupervisedTrainer
 from tandem.types import Experience, TokenRow
@@ -308,10 +309,9 @@ def test_the_forecast_counts_what_a_checkpoint_and_the_reference_hold(
     config = config_of(tmp_path, tiny_model, preferences, "grpo", 2, rate, **changes)
     engine = make_engine(config, tiny_model)
     shape, half = shape_of(engine.actor.config), config.dtype == "bf16"
-    layout = layout_of(
-        engine_settings(config), 1, "actor", on_cpu=True, half=half,
-        **following(config, stage_of("grpo")),
-    )  # fmt: skip
+    stage, device = stage_of("grpo"), Device(on_cpu=True, half=half)
+    work = work_of(config, stage, 1, Rows())
+    layout = StageCase(config, stage, Models(shape, shape), work, device, 1).policy
     parts = engine_state(engine)
     held = sum(size_of(tensor) for part in parts.values() for tensor in part.values())
     assert held == pytest.approx(checkpoint_bytes([(shape, layout)]), rel=0.01)
