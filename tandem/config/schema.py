@@ -193,8 +193,8 @@ class RLConfig:
     forward), or a forward pass that recomputes them. auto: the sampler's, if a self-test at the
     start finds them equal to the training forward's (within 1e-5 nats on average)."""
     ratio_tolerance: float = knob(0.0, ge=0)
-    """Largest mean |log-ratio| before the first update; 0: 1e-4 in fp32, 3e-2 in bf16. Above it the
-    run stops: two forwards of the same policy disagree."""
+    """Largest mean |log-ratio| before the first update; 0: 1e-4 in fp32, 1e-2 in fp16, 3e-2 in
+    bf16. Above it the run stops: two forwards of the same policy disagree."""
     eval_every: int = knob(20, ge=0)
     """Score answers to held-out prompts every N rollouts, and at both ends; 0: only then."""
     eval_prompts: int = knob(64, ge=0)

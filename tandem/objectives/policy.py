@@ -2,7 +2,7 @@
 
 All take (B, T) tensors that may hold anything off the response, and an advantage per token; they
 differ in what the ratio to the sampling policy does to it. At ratio 1 the three have one gradient,
-that of REINFORCE (`sequence_ratio_loss` up to the 1 / length of its mean).
+that of REINFORCE (of `sequence_ratio_loss` with the mean of each answer's advantages).
 """
 
 from __future__ import annotations

@@ -224,6 +224,12 @@ def test_at_ratio_1_all_losses_have_the_gradient_of_reinforce() -> None:
         gradient(sequence_ratio_loss(*inputs, **clip, token_weights=by_sequence), logprobs),
         torch.where(mask, -by_sequence * advantages, 0.0),
     )
+    by_token = torch.arange(15.0).reshape(3, 5) - 7
+    means = (by_token * by_sequence).sum(dim=1, keepdim=True)
+    torch.testing.assert_close(
+        gradient(sequence_ratio_loss(logprobs, old, by_token, mask, **clip), logprobs),
+        torch.where(mask, -means, 0.0),
+    )
 
 
 def test_policy_losses_refuse_shapes_that_disagree() -> None:
