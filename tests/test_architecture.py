@@ -212,3 +212,16 @@ def test_files_and_commands_that_pages_name_are_there(page: Path) -> None:
             assert not wrong
             if "--config" not in flags:
                 parse_run_flags(flags, words[1])
+
+
+def test_the_layers_that_the_page_shows_are_those_that_are_enforced() -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    diagram = next(b for b in page.split("```") if b.lstrip("\n").startswith("11 "))
+    shown: dict[int, set[str]] = {}
+    number = -1
+    for line in diagram.strip("\n").splitlines():
+        words = line.partition("#")[0].split()
+        number = int(words.pop(0)) if words[0].isdigit() else number
+        shown.setdefault(number, set()).update(words)
+    enforced = {n: {*rooms} - {"__init__"} for n, rooms in enumerate(LAYERS)}
+    assert shown == enforced
