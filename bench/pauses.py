@@ -89,17 +89,22 @@ def _between(times: Sequence[float]) -> list[float]:
     return [after - before for before, after in pairwise(times)]
 
 
-async def _events(
-    port: int, body: dict[str, Any], clock: Callable[[], float], status: bytes = b" 200 "
-) -> list[float]:
-    """When each event with text came; none where another status is expected."""
+def chat_request(port: int, body: dict[str, Any]) -> bytes:
+    """What goes over the wire to a server at a port of this machine."""
     content = json.dumps(body).encode()
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost:{port}\r\nConnection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     )
+    return head.encode() + content
+
+
+async def _events(
+    port: int, body: dict[str, Any], clock: Callable[[], float], status: bytes = b" 200 "
+) -> list[float]:
+    """When each event with text came; none where another status is expected."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(head.encode() + content)
+    writer.write(chat_request(port, body))
     first = await reader.readline()
     if status not in first:
         raise SystemExit(f"the server must answer with status{status.decode()}; got {first!r}.")

@@ -42,7 +42,7 @@ from transformers import AutoConfig, PreTrainedModel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.models import SHAPES
-from bench.pauses import CASES, COLUMNS, cpu_clock, pauses_of
+from bench.pauses import CASES, COLUMNS, chat_request, cpu_clock, pauses_of
 from bench.pauses import summarized as summarized_pauses
 from bench.ports import free_port
 from bench.report import Report, count, parser, table
@@ -320,14 +320,10 @@ async def _round(
 
 
 async def _answer(port: int, body: dict[str, Any]) -> tuple[int, float]:
-    content = json.dumps(body).encode()
-    head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost:{port}\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
+    request = chat_request(port, body)
     begun = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(head.encode() + content)
+    writer.write(request)
     tokens = usage = 0
     first = 0.0
     status = await reader.readline()
