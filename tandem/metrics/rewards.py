@@ -10,8 +10,8 @@ _RL: tuple[Family, ...] = ("rl",)
 # fmt: off
 REWARDS = grouped("reward",
     Metric("reward", "normalized reward", _RL, "higher",
-        "Mean score of the step's answers as the policy is trained on it: normalized, clipped, "
-        "missing-EOS penalty subtracted, then grpo.overlong_penalty; KL not included. With "
+        "Mean score of the step's answers as the policy is trained on it: normalized, less the "
+        "missing-EOS penalty, clipped, less grpo.overlong_penalty; KL not included. With "
         "scoring.combine `group` the weighted sum that `sum` would give: what trains then has "
         "mean 0 in every step before penalties, and is the answers' `reward` in answers.jsonl.",
         "rises; 1 is one standard deviation of the SFT policy's scores",

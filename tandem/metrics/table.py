@@ -160,7 +160,8 @@ METRICS: tuple[Metric, ...] = (
         Metric("rollout_gap", "nats", _RL, "lower",
             "Mean |generator's log-prob - training forward's log-prob| of the sampled tokens in "
             "the step's first minibatch, before its update; where kept states are read, through "
-            "the vocabulary head alone after a process's first update.",
+            "the vocabulary head alone after a process's first update; where old_logprobs come "
+            "from a forward, of all tokens, in that one.",
             "below 5e-3", source="verl rollout_probs_diff", chart="Log-prob gap before the update",
             line="generator and training"),
         Metric("rollout_gap_max", "nats", _RL, "lower",
