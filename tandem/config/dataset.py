@@ -20,9 +20,10 @@ class DataConfig:
     """How rows become what each stage trains on."""
 
     split: tuple[float, ...] = knob((), common=True)
-    """Shares of the prompts for SFT, reward model and PPO (DPO uses the reward model's share), kept
-    for stages that run later too. Empty: 2,4,4 (DeepSpeed-Chat's) among the stages that run, so a
-    single stage gets everything; in a folder whose stages already have shares, those."""
+    """Shares of the prompts for SFT, reward model and PPO (DPO and KTO use the reward model's
+    share, the other RL stages PPO's), kept for stages that run later too. Empty: 2,4,4
+    (DeepSpeed-Chat's) among the stages that run, so a single stage gets everything; in a folder
+    whose stages already have shares, those."""
     heldout: float = knob(0.05, ge=0, lt=1)
     """Share of the prompts that no stage trains on, for evaluation."""
     eval_rows: int = knob(1024, ge=0)
@@ -42,7 +43,7 @@ class DataConfig:
     max_tokens: int = knob(512, ge=8, common=("train", *SUPERVISED))
     """Longest sequence (prompt and answer) in SFT, reward model, DPO and KTO, in tokens."""
     max_prompt_tokens: int = knob(256, ge=1, common=RL)
-    """Longest prompt in PPO, GRPO and online DPO, in tokens."""
+    """Longest prompt in the RL stages (PPO, GRPO, distillation, online DPO), in tokens."""
     on_long_row: Literal["drop", "truncate", "error"] = knob("drop")
     """A row over the limit: drop it (counted), truncate the end of its answer or the oldest turns
     of its prompt (counted; a row that would lose its whole answer is dropped), or stop."""

@@ -27,7 +27,7 @@ class LogConfig:
     wandb: str = knob("")
     """Weights & Biases project to log to (needs `pip install wandb`); empty is off."""
     print_samples_every: int = knob(10, ge=0)
-    """Print a prompt and its answers every N steps of PPO or GRPO; 0: never."""
+    """Print a prompt and its answers every N steps of an RL stage; 0: never."""
     record_answers: int = knob(8, ge=0)
     """Answers of each rollout that rollouts.jsonl keeps, with every token's numbers; 0: none."""
     record_bytes: int = knob(2**25, ge=0)
