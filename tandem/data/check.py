@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.text import Text
 
 from tandem.config.dataset import DataConfig
-from tandem.config.stages import DEFAULT, leaving
-from tandem.data.assign import ReadRow, assign
+from tandem.config.spellings import listed
+from tandem.config.stages import DEFAULT, in_order, leaving
+from tandem.data.assign import Dataset, ReadRow, assign
+from tandem.data.causes import why_none
 from tandem.data.chat.own_template import OwnTemplate, read_template
 from tandem.data.check_tokens import TokenCheck, first_rows, parts_of, print_lengths
 from tandem.data.dataset import read_all
@@ -88,6 +90,7 @@ def check(
         tokens.measure(read, measured, rows, ledger, progress)
     progress.clear()
     _print_account(console, ledger, stages, with_tokens=tokens is not None)
+    _print_without_rows(console, found, stages)
     if tokens is not None:
         tokens.print_limits(console, found, stages)
         tokens.print_warnings(console, ledger)
@@ -133,6 +136,19 @@ def _print_account(
     for name, account in ledger.datasets.items():
         shapes = ", ".join(f"{shape} ({count})" for shape, count in account.shapes.items())
         console.print(Text(f"{visible(name)} was read as: {shapes or 'nothing usable'}"))
+
+
+def _print_without_rows(console: Console, found: Dataset, stages: Sequence[str]) -> None:
+    """The stages that no row is for, for which the run would be refused, and why."""
+    without: dict[str, list[str]] = defaultdict(list)
+    for stage in in_order(stages):
+        if not getattr(found, stage.share):
+            causes = why_none(found.ledger, stage.share, labelled=stage.labelled)
+            without[". ".join(causes)].append(stage.name)
+    for cause, names in without.items():
+        run = f"a run of {' '.join(stages)} would be refused"
+        told = f"{run}: no row for {listed(names, 'and')}. {cause}"
+        console.print(Text(f"{told.rstrip('. ')}.", style="red"))
 
 
 def _renderer_of(path: str, own: OwnTemplate | None) -> tuple[PreTrainedTokenizerBase, Renderer]:

@@ -218,11 +218,13 @@ def print_lengths(
     lengths: Mapping[str, Sequence[int]],
     largest: Mapping[str, int] | None = None,
 ) -> None:
-    """A table of lengths by part.
+    """A table of lengths by part; nothing where there are none.
 
     Args:
         largest: of further rows the largest length by part, for the last column alone.
     """
+    if not lengths:
+        return
     table = Table(title=f"Lengths in {unit}, by percentile of the rows", title_justify="left")
     table.add_column("part")
     heads = [f"{q}%" for q in _QUANTILES[1:-1]]

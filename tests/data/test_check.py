@@ -60,6 +60,32 @@ def test_the_first_bad_row_comes_with_what_to_do(tmp_path: Path) -> None:
     assert "found columns q, good. Map its columns, as in FILE::prompt=question" in shown
 
 
+def test_stages_without_rows_are_named_with_the_cause(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Q{i}?", "choosen": "a", "rejected": "b"} for i in range(20)]
+    mistyped = [write_jsonl(tmp_path / "a.jsonl", rows)]
+    code, text = run(mistyped, stages=["dpo"])
+    assert code == 0
+    assert (
+        "a run of dpo would be refused: no row for dpo. All 20 usable rows of a are prompts "
+        "alone: no stage reads their columns choosen, rejected. Map the answer's column, as in "
+    ) in " ".join(text.split())
+    one_prompt = [{"prompt": "Q?", "chosen": f"a{i}", "rejected": "b"} for i in range(20)]
+    _, text = run([write_jsonl(tmp_path / "b.jsonl", one_prompt)])
+    assert "a run of sft reward ppo would be refused: no row for reward and ppo.\n" in text
+    _, text = run([write_jsonl(tmp_path / "c.jsonl", ROWS)])
+    assert "would be refused" not in text
+
+
+def test_rows_that_are_all_bad_have_no_lengths(tmp_path: Path) -> None:
+    code, text = run([write_jsonl(tmp_path / "a.jsonl", [{"prompt": ""}])], stages=["ppo"])
+    assert code == 1
+    assert "a was read as: nothing usable" in text
+    assert (
+        "a run of ppo would be refused: no row for ppo. No row of a could be used (1 of 1" in text
+    )
+    assert "Lengths" not in text
+
+
 def test_what_a_step_alone_would_get(tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "a.jsonl", ROWS)
     for stages, num_used in ((["sft"], 20), (["sft", "reward", "ppo"], 20), (["dpo"], 20)):
