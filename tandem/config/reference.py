@@ -26,7 +26,7 @@ This page is generated from `tandem/config/schema.py`.
 
 _ALIASES = """## Names from other trainers
 
-Flags and files accept these names of Hugging Face, TRL, LLaMA-Factory, OpenRLHF and
+Flags and files accept these names of Hugging Face, TRL, LLaMA-Factory, axolotl, OpenRLHF and
 DeepSpeed-Chat, with a note that says which knob they were read as. Where several knobs are listed,
 the name is accepted in the section of one (`sft: {warmup_ratio: 0.1}`), and by a command that has
 exactly one of them, as a flag (`tandem sft --warmup-ratio 0.1`) and outside all sections of its

@@ -1,5 +1,5 @@
 """Other names for knobs: our own earlier ones, and those of Hugging Face, TRL, LLaMA-Factory,
-OpenRLHF, DeepSpeed-Chat and verl.
+axolotl, OpenRLHF, DeepSpeed-Chat and verl.
 
 A name with exactly our meaning is an alias: flags and YAML accept it, with a note. A name with
 another meaning is refused with the right knob and how to convert the value.

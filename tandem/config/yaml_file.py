@@ -48,5 +48,14 @@ def read_file(path: str | Path) -> Any:
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where else ""
         problem = getattr(error, "problem", None) or "not UTF-8 text"
-        raise ConfigError(f"{path}{line} must be YAML; got: {problem}. Fix the file.") from None
+        raise ConfigError(f"{path}{line} must be YAML; got: {problem}. {_fix(problem)}.") from None
     return {} if raw is None else raw
+
+
+def _fix(problem: str) -> str:
+    """What to do about a problem in the words of PyYAML, which knows tokens and no columns."""
+    if r"'\t'" in problem:
+        return "Indent by spaces, not by tabs"
+    if "<block" in problem or problem.startswith("mapping values"):
+        return "Begin all keys of one section in the same column, each on its own line"
+    return "Fix the file"

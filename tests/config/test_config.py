@@ -95,6 +95,9 @@ def test_all_problems_of_a_file_are_named_at_once(tmp_path: Path) -> None:
         ("\x00", "must be YAML"),
         ("sft: {epochs: 1}\nseed: 1\nsft: {max_steps: 2}", "line 3 must be .*sft a second time"),
         ("sft:\n  epochs: 1\n  epochs: 2", "line 3 must be YAML; got: the key epochs a second"),
+        ("sft:\n\tepochs: 1", r"line 2 must .* token\. Indent by spaces, not by tabs\.$"),
+        ("sft:\n   epochs: 1\n  seed: 2", "line 3 must .* Begin all keys of one section in the"),
+        ("data: [a]\n  seed: 2", r"line 2 must .*Begin all keys of one section in the same col"),
     ],
 )
 def test_a_file_that_is_not_yaml(tmp_path: Path, text: str, part: str) -> None:

@@ -292,6 +292,52 @@ def test_another_trainers_file_is_read_and_answered_as_its_flags_are(tmp_path: P
     assert "Did you mean sft.learning_rate, reward.learning_rate, " in refused(f"--config {file}")
 
 
+AXOLOTL = """
+base_model: m
+model_type: AutoModelForCausalLM
+datasets:
+  - path: alpaca
+    type: alpaca
+test_datasets: [a]
+val_set_size: 0.1
+adapter: lora
+sequence_len: 2048
+sample_packing: true
+lora_target_linear: true
+micro_batch_size: 2
+train_on_inputs: false
+train_on_eos: turn
+evals_per_epoch: 4
+rl: dpo
+"""
+
+
+def test_axolotls_file_is_answered_without_guesses(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(AXOLOTL)
+    said = refused(f"--config {file}", "sft")
+    for part in (
+        "base_model is not a knob. Did you mean actor_model?",
+        "model_type is not a knob. The model's folder says which classes read it",
+        "test_datasets is not a knob. Use eval_data: files",
+        "; datasets is not a knob. Use data: files or hub names, as NAME@",
+        "val_set_size is not a knob. Use dataset.heldout: a share of all rows",
+        "adapter is not a knob. Use lora.rank: above 0 is lora",
+        "sample_packing is not a knob. Batches are always packed",
+        "lora_target_linear is not a knob. Use lora.targets: all-linear, the default",
+        "micro_batch_size is not a knob. Use sft.batch_size: the whole batch, so the size per",
+        "train_on_inputs is not a knob. Use sft.loss_on: assistant",
+        "train_on_eos is not a knob. The token that ends an answer is always learned",
+        "evals_per_epoch is not a knob. Use sft.eval_every: steps",
+        "rl is not a knob. The command is the stage",
+    ):
+        assert part in said
+    assert said.count("Did you mean") == 1
+    assert "Known here" not in said
+    file.write_text("sequence_len: 2048")
+    assert read(f"--config {file}", "sft")[0].dataset.max_tokens == 2048
+
+
 @pytest.mark.parametrize(
     ("command", "part"),
     [
