@@ -125,6 +125,16 @@ def test_help_of_small_commands_has_groups_defaults_and_an_example(
             "--stp is not a flag of tandem replay. Did you mean --step?",
         ),
         (("doctor", "--xyz"), "--xyz is not a flag of tandem doctor. See tandem doctor --help."),
+        (
+            ("serve", "x", "--port", "abc"),
+            "tandem serve: --port must be a whole number; got 'abc'.",
+        ),
+        (("chat", "x", "--top-p", "1,0"), "tandem chat: --top-p must be a number; got '1,0'."),
+        (
+            ("sample", "x", "--data", "p.jsonl", "--ouput", "y"),
+            "--ouput is not a flag of tandem sample. Did you mean --output?",
+        ),
+        (("sample", "x", "--data", "p.jsonl"), "arguments are required: --output"),
         (("sweep", "x.yaml", "--sweep-dirr", "y"), "Did you mean --sweep-dir?"),
         (("sweep", "--sweep-dir", "y", "--sweep-lor", "8"), "Did you mean --sweep-lora?"),
         (("plan", "--data", "x", "--sft.batch-size", "0"), "sft.batch_size must be >= 1; got 0"),

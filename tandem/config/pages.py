@@ -14,6 +14,7 @@ from tandem.errors import ConfigError
 
 _WIDTH, _UNBROKEN, _GLUE = 79, 40, "\u00a0"
 """Columns of a page; of a default that stays in one line, its spaces held together by _GLUE."""
+_KINDS = {"int": "a whole number", "float": "a number"}
 
 
 def flag_lines(flag: str, about: str, default: str) -> list[str]:
@@ -152,16 +153,26 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str], namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse's, which parse_args calls; a flag that is given twice is an error."""
+        """As argparse's, which parse_args calls; a flag that is given twice is an error, and so is
+        one that looks like another which must be given."""
         known = self._option_string_actions
         flags = [word.partition("=")[0] for word in args]
         meant = [(flag, known[flag].dest) for flag in flags if flag in known]
         for i, (flag, dest) in enumerate(meant):
             if dest in (before for _, before in meant[:i]):
                 self.error(f"{flag} must be given once; got it twice")
+        given = {dest for _, dest in meant}
+        missing = [f for f, action in known.items() if action.required and action.dest not in given]
+        for flag in (flag for flag in _flags(args) if flag not in known):
+            if self._nearest(flag) in missing:
+                self.refuse_typo([flag])
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
+        """Refuse the words in one line; argparse's own message says which."""
+        if wrong := re.fullmatch(r"argument (\S+): invalid (int|float) value: (.*)", message):
+            flag, kind, value = wrong.groups()
+            message = f"{flag} must be {_KINDS[kind]}; got {value}"
         raise ConfigError(f"{self.prog}: {message}. See {self.prog} --help.")
 
 

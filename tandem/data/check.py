@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from os.path import expanduser
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,8 +24,10 @@ from tandem.data.dataset import read_all
 from tandem.data.grades import Mode
 from tandem.data.ledger import Ledger
 from tandem.data.progress import Progress
+from tandem.data.reading.saved import hub_without_answer
 from tandem.data.split import Split, opening, shares_among
 from tandem.errors import ModelError
+from tandem.files import folder_near
 from tandem.message import answer_text
 from tandem.text import counted, first_line, visible
 from tandem.types import Sample
@@ -160,16 +164,22 @@ def _renderer_of(path: str, own: OwnTemplate | None) -> tuple[PreTrainedTokenize
 
 
 def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """A folder's tokenizer, or the hub's; the cache's, where the hub, asked once, has no answer."""
     from transformers import AutoTokenizer
 
+    folder = Path(expanduser(path))  # pathlib raises where there is no such user
+    silent = "" if folder.is_dir() else hub_without_answer(path, of_model=True)
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, local_files_only=bool(silent))
     # The hub client and the tokenizer formats raise errors of many unrelated classes.
     except Exception as error:
-        cause = visible(first_line(error))[:200].rstrip(".")
+        cause = f"{type(error).__name__}: {visible(first_line(error))[:200].rstrip('.')}"
+        if silent:
+            cause = f"no such folder, nothing in the hub's cache and no answer from {silent}"
+        near = "" if folder.exists() else folder_near(folder)
         raise ModelError(
-            f"tokenizer {visible(path)} must be a folder or hub name that loads; "
-            f"got {type(error).__name__}: {cause}. Check the path."
+            f"tokenizer {visible(path)} must be a folder or hub name that loads; got {cause}. "
+            f"{f'Did you mean {visible(near)}?' if near else 'Check the path.'}"
         ) from None
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import HfApi
 from rich.console import Console
+from transformers import AutoTokenizer
 
 from tandem.config.schema import DataConfig
 from tandem.data import render as render_room
@@ -218,6 +220,36 @@ def test_a_tokenizer_that_does_not_load(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="must be a folder or hub name that loads; got") as error:
         run([write_jsonl(tmp_path / "a.jsonl", ROWS)], tokenizer_path=str(tmp_path / "none"))
     assert "\n" not in str(error.value)
+
+
+def test_a_hub_without_an_answer_is_asked_once_for_a_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, offline = [], []
+
+    def no_answer(hub: HfApi, name: str, **options: Any) -> None:
+        asked.append(name)
+        raise OSError("no route to the hub")
+
+    def not_cached(name: str, local_files_only: bool = False) -> None:
+        offline.append(local_files_only)
+        raise OSError("not in the cache")
+
+    monkeypatch.setattr(HfApi, "model_info", no_answer)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", not_cached)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-model").mkdir()
+    with pytest.raises(ModelError) as error:
+        run([write_jsonl(tmp_path / "a.jsonl", ROWS)], tokenizer_path="my-modle")
+    assert (asked, offline) == (["my-modle"], [True])
+    assert str(error.value).startswith(
+        "tokenizer my-modle must be a folder or hub name that loads; got no such folder, nothing "
+        "in the hub's cache and no answer from https://"
+    )
+    assert str(error.value).endswith("(no route to the hub). Did you mean my-model?")
+    with pytest.raises(ModelError, match=r"got OSError: not in the cache\. Check the path\."):
+        run([write_jsonl(tmp_path / "a.jsonl", ROWS)], tokenizer_path="my-model")
+    assert (asked, offline) == (["my-modle"], [True, False])
 
 
 def test_rows_that_look_rendered_are_noted(tmp_path: Path) -> None:

@@ -40,7 +40,10 @@ def test_a_file_may_stand_first(tmp_path: Path) -> None:
     [
         ([], "must get --sweep-dir DIR; got none"),
         (["--sweep-dir", "x", "--num-gpus", "0"], "--num-gpus must be at least 1; got 0"),
-        (["--sweep-dir", "x", "--num-gpus", "two"], "invalid int value: 'two'. See tandem sweep"),
+        (
+            ["--sweep-dir", "x", "--num-gpus", "two"],
+            "--num-gpus must be a whole number; got 'two'. See tandem sweep",
+        ),
         (["--sweep-dir", "x", "--sweep-stages", "4"], "--sweep-stages must be within 0 to 3"),
         (["--sweep-dir", "x", "--sweep-lora", "-1"], "--sweep-lora must be at least 0; got -1"),
         (["--sweep-dir", "x", "--sweep-stage", "1"], "sweep-stage"),

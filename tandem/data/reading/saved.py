@@ -83,7 +83,7 @@ def _from_hub(datasets: Any, part: Part) -> Any:
     The hub is asked once first: the package would ask an unreachable one six times, for half a
     minute, before it looks into its cache.
     """
-    no_answer = "" if datasets.config.HF_HUB_OFFLINE else _no_answer(part.base)
+    no_answer = "" if datasets.config.HF_HUB_OFFLINE else hub_without_answer(part.base)
     if not no_answer:
         return _configured(datasets, part, part.base)
     try:
@@ -97,14 +97,15 @@ def _from_hub(datasets: Any, part: Part) -> Any:
         ) from None
 
 
-def _no_answer(name: str) -> str:
-    """The hub that cannot be asked for a data set, and why; empty if it answers, even an error."""
+def hub_without_answer(name: str, *, of_model: bool = False) -> str:
+    """The hub that cannot be asked for a data set (or a model), and why; empty if it answers, even
+    an error."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
     hub = HfApi()
     try:
-        hub.dataset_info(name, timeout=_HUB_TIMEOUT_SECONDS)
+        (hub.model_info if of_model else hub.dataset_info)(name, timeout=_HUB_TIMEOUT_SECONDS)
     except (HfHubHTTPError, ValueError):  # ValueError: no name of the hub's, or no answer of a hub
         return ""
     except Exception as error:  # the client raises many kinds of errors
