@@ -13,9 +13,10 @@ from typing import Any
 from tandem.config.schema import RunConfig
 from tandem.config.spellings import listed
 from tandem.errors import ConfigError, ModelError
+from tandem.files import folder_near
 from tandem.memory.dimensions import Shape, scaled, shape_from
 from tandem.models.hub_name import base_of, with_revision
-from tandem.text import one_line
+from tandem.text import one_line, visible
 from tandem.yaml_text import shipped_table
 
 _PUBLISHED = Path(__file__).with_name("families.yaml")
@@ -32,7 +33,7 @@ def config_of(name: str) -> dict[str, Any]:
     Raises:
         ModelError: it is none of these, or its config cannot be read.
     """
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))  # pathlib raises where there is no such user
     if base := _base_of_adapter(folder):
         return config_of(base)
     file = folder / "config.json" if folder.is_dir() else _cached(name)
@@ -42,7 +43,7 @@ def config_of(name: str) -> dict[str, Any]:
         if known is None:
             raise ModelError(
                 f"model {name!r} must be a folder with config.json, a hub name in the hub's cache, "
-                f"or a published size; got none of them. {_near_sizes(name)}Download its "
+                f"or a published size; got none of them. {_near(name)}Download its "
                 "config.json, or give --shape layers=N,width=N,..."
             )
         return known
@@ -89,12 +90,14 @@ def _number_beyond_json(found: dict[str, Any]) -> Any:
     return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
-def _near_sizes(name: str) -> str:
-    """Advice on the published sizes that a name may mean."""
+def _near(name: str) -> str:
+    """Advice on the published sizes, or the folder beside it, that a name may mean."""
     names = published_names()
     sizes = {each.rpartition("/")[2].lower(): each for each in names}
     wanted = Path(name).name.lower()
     near = [sizes[size] for size in get_close_matches(wanted, sizes, n=2, cutoff=0.8)]
+    if not near and not os.path.exists(os.path.expanduser(name)) and (folder := folder_near(name)):
+        near = [visible(folder)]
     return f"Did you mean {listed(near)}? " if near else f"These are {', '.join(names)}. "
 
 

@@ -399,10 +399,13 @@ def test_a_layout_that_clears_a_list_is_shown_as_it_can_be_typed() -> None:
 
 
 def test_a_mistyped_size_is_told_before_this_machine_is_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.plan.plan_command.this_machine", None)
+    monkeypatch.chdir(tmp_path)
+    Path("my-model").mkdir()
     for name, meant in (
+        ("my-modle", "my-model? "),
         ("facebook/opt-13", "facebook/opt-13b or facebook/opt-1.3b"),
         ("Qwen/Qwen2.5-7", "Qwen/Qwen2.5-7B or Qwen/Qwen2.5-7"),
         ("opt-1.3b", "facebook/opt-1.3b or facebook/opt-13b"),
