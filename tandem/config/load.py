@@ -22,6 +22,7 @@ from tandem.config.rules import rule_problems
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.spellings import conversion, knob_meant, note_of, with_dotted_verl
 from tandem.config.stages import defaults_of, of_family, rl_stage, stage_names, stage_of
+from tandem.config.updates import answers_per_step
 from tandem.config.yaml_file import read_file
 from tandem.errors import ConfigError
 from tandem.text import is_unicode
@@ -105,8 +106,7 @@ def build(values: Any, stage: str = "") -> tuple[RunConfig, list[str]]:
             config = dataclasses.replace(config, **{section: changed})
     if "minibatch_size" not in _mapping(values, section := rl_stage(config.stages).section):
         rl = rl_section(config)
-        answers = rl.prompts_per_step * config.sampling.samples_per_prompt
-        size = min(rl.minibatch_size, max(1, answers))
+        size = min(rl.minibatch_size, max(1, answers_per_step(config)))
         changed = dataclasses.replace(rl, minibatch_size=size)
         config = dataclasses.replace(config, **{section: changed})  # type: ignore[arg-type]
     return config, problems

@@ -15,13 +15,15 @@ def num_rollouts(rl: RLConfig, num_prompts: int) -> int:
 
 def num_updates(config: RunConfig, num_steps: int) -> int:
     """Optimizer steps in `num_steps` steps of the RL stage (rollouts), if none stops early."""
-    rl = rl_section(config)
-    answers = rl.prompts_per_step * config.sampling.samples_per_prompt
-    return num_steps * rl.epochs * -(-answers // minibatch_size(config))
+    epochs = rl_section(config).epochs
+    return num_steps * epochs * -(-answers_per_step(config) // minibatch_size(config))
+
+
+def answers_per_step(config: RunConfig) -> int:
+    """Answers of one rollout of the RL stage."""
+    return rl_section(config).prompts_per_step * config.sampling.samples_per_prompt
 
 
 def minibatch_size(config: RunConfig) -> int:
     """Answers per optimizer step of the RL stage."""
-    rl = rl_section(config)
-    answers = rl.prompts_per_step * config.sampling.samples_per_prompt
-    return rl.minibatch_size or -(-answers // _MINIBATCHES)
+    return rl_section(config).minibatch_size or -(-answers_per_step(config) // _MINIBATCHES)
