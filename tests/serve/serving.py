@@ -26,6 +26,8 @@ from tandem.serve.idle import LimitedProtocol
 from tandem.serve.service import ServeSettings, Service, load_settings
 from tests.tiny import save_tiny_model, tiny_config, write_preferences
 
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
 
 def make_run(folder: Path) -> Path:
     """A run with base, sft, reward, ppo and its average, each of other random weights."""
@@ -143,3 +145,13 @@ def events(text: str) -> list[dict[str, Any]]:
 def ask(content: str = "What is two and two?", **more: Any) -> dict[str, Any]:
     """The body of a chat completion."""
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "seed": 1, **more}
+
+
+def check_error(body: dict[str, Any], param: str | None) -> None:
+    """OpenAI's form: all four keys."""
+    error = body["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert error["type"]
+    assert error["code"]
+    assert "\n" not in error["message"]

@@ -9,8 +9,7 @@ import pytest
 
 from tandem.data.render import Renderer
 from tandem.serve import judging
-from tests.serve.serving import TestClient, ask, events, serving
-from tests.serve.test_refusals import CHAT, TEXT, check_error
+from tests.serve.serving import CHAT, TEXT, TestClient, ask, check_error, events, serving
 from tests.serve.test_thinking import OPEN, save_thinking_model
 
 ASKED = {"role": "user", "content": "What is two and two?"}

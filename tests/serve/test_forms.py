@@ -12,8 +12,16 @@ from typing import Any
 import pytest
 
 from tandem.models.load import load_tokenizer
-from tests.serve.serving import TestClient, ask, events, serving, with_template
-from tests.serve.test_refusals import CHAT, TEXT, check_error
+from tests.serve.serving import (
+    CHAT,
+    TEXT,
+    TestClient,
+    ask,
+    check_error,
+    events,
+    serving,
+    with_template,
+)
 from tests.serve.test_thinking import PIECES, R1, save_thinking_model
 from tests.serve.test_tools import SHOWS
 

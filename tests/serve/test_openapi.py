@@ -11,8 +11,8 @@ from starlette.routing import Route
 from tandem.serve import unsupported
 from tandem.serve.app import make_app
 from tandem.serve.service import ServeSettings, Service, load_settings
-from tests.serve.serving import TestClient
-from tests.serve.test_refusals import CHAT, TEXT, WRONG
+from tests.serve.serving import CHAT, TEXT, TestClient
+from tests.serve.test_refusals import WRONG
 
 
 def test_every_route_is_described_and_no_other(client: TestClient, served_run: Path) -> None:

@@ -10,9 +10,8 @@ import pytest
 
 from tandem.data.span_tokenizer import PieceTokenizer
 from tandem.serve.counters import Counters
-from tests.serve.serving import TestClient, ask, serving
+from tests.serve.serving import CHAT, TEXT, TestClient, ask, check_error, serving
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 WRONG: list[tuple[str, dict[str, Any], str | None]] = [
     # (path, body, the field that is named)
     (CHAT, {"messages": None}, "messages"),
@@ -75,16 +74,6 @@ WRONG: list[tuple[str, dict[str, Any], str | None]] = [
     ("/detokenize", {"tokens": [-1]}, "tokens"),
     ("/v1/score", {"messages": [{"role": "user", "content": "a"}]}, "messages"),
 ]
-
-
-def check_error(body: dict[str, Any], param: str | None) -> None:
-    """OpenAI's form: all four keys."""
-    error = body["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert error["param"] == param
-    assert error["type"]
-    assert error["code"]
-    assert "\n" not in error["message"]
 
 
 def test_wrong_fields_are_refused_by_name(client: TestClient) -> None:

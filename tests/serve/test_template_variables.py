@@ -14,8 +14,7 @@ from tandem.models.load import load_tokenizer
 from tandem.serve.loading import LoadSettings, load_policy
 from tandem.serve.place import Place
 from tandem.serve.sources import offer_of
-from tests.serve.serving import TestClient, ask, events, serving
-from tests.serve.test_refusals import CHAT, check_error
+from tests.serve.serving import CHAT, TestClient, ask, check_error, events, serving
 from tests.serve.test_thinking import ASKED, OPEN, save_thinking_model
 
 TEMPLATE = (

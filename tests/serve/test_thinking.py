@@ -22,8 +22,7 @@ from tandem.serve.called import Words, message_of
 from tandem.serve.chat import chat
 from tandem.serve.preparing import Prepared
 from tests.data.test_call_reader import reader
-from tests.serve.serving import TestClient, ask, events, serving
-from tests.serve.test_refusals import CHAT, TEXT, check_error
+from tests.serve.serving import CHAT, TEXT, TestClient, ask, check_error, events, serving
 from tests.tiny import tiny_llama, tiny_tokenizer
 
 TURNS = (

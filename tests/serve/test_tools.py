@@ -19,8 +19,7 @@ from tandem.serve.called import Words, finish_of, message_of
 from tandem.serve.preparing import Prepared
 from tests.data.test_call_reader import reader
 from tests.data.test_tool_rendering import CALL, RESULT
-from tests.serve.serving import TestClient, ask, events, serving, with_template
-from tests.serve.test_refusals import CHAT, check_error
+from tests.serve.serving import CHAT, TestClient, ask, check_error, events, serving, with_template
 from tests.tiny import CALL as CALL_TOKEN
 from tests.tiny import save_calling_model
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from torch import Tensor
 
 from tandem.config.schema import RunConfig
 from tandem.config.stages import stage_names
@@ -123,3 +124,13 @@ def figures(folder: Path) -> dict[str, float]:
     """The numbers in a finished step's manifest."""
     facts = json.loads((folder / "MANIFEST.json").read_text(encoding="utf-8"))["facts"]
     return {name: value for name, value in facts.items() if isinstance(value, float)}
+
+
+def weights_of(run: Path, stage: str) -> dict[str, Tensor]:
+    """A policy's, by name."""
+    return load_file(run / stage / "actor" / "model.safetensors")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}

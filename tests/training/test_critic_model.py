@@ -31,8 +31,7 @@ from tandem.training.forecast import models_in_use
 from tests.data.built_tokenizers import sentencepiece
 from tests.tiny import save_tiny_model, tiny_config, tiny_llama, tiny_tokenizer
 from tests.training import letter_rewards
-from tests.training.runs import ran, ran_with_stops
-from tests.training.test_policy_functions import weights_of
+from tests.training.runs import ran, ran_with_stops, weights_of
 
 REWARD = f"{letter_rewards.__file__}:starts_early"
 ALONE: dict[str, Any] = {"stages": ["ppo"], "ppo__steps": 2, "ppo__reward_function": REWARD}

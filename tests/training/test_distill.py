@@ -44,8 +44,8 @@ from tests.training.runs import (
     ran_with_stops,
     ranks_ran,
     records,
+    weights_of,
 )
-from tests.training.test_policy_functions import weights_of
 
 REWARD = f"{letter_rewards.__file__}:starts_early"
 

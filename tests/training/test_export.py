@@ -19,8 +19,7 @@ from tandem.training.lineage import recorded
 from tandem.training.run_folder import Run
 from tandem.training.supervised import SupervisedTrainer
 from tests.tiny import tiny_config
-from tests.training.runs import StopError, ran, stop_at
-from tests.training.test_replay import contents
+from tests.training.runs import StopError, contents, ran, stop_at
 
 
 def stopped_before_the_end_of(stage: str, config: Any) -> Path:

@@ -24,7 +24,7 @@ from tandem.training.ppo_trainer import PPOTrainer
 from tandem.types import Message, Source, TokenBatch, TokenRow
 from tests.models.families import tiny_model as tiny_llama
 from tests.tiny import tiny_config
-from tests.training.test_ppo_trainer import early_letters
+from tests.training.letter_rewards import early_letters
 
 WIDTH, LAYERS = 32, 2
 

@@ -15,7 +15,7 @@ from tandem.named_functions import named_function
 from tandem.training.policy_functions import try_token_losses
 from tests.tiny import tiny_config
 from tests.training import letter_rewards
-from tests.training.runs import ran
+from tests.training.runs import ran, weights_of
 
 REWARD = f"{letter_rewards.__file__}:starts_early"
 LOSSES = """
@@ -100,10 +100,6 @@ def functions(tmp_path: Path) -> Path:
     path = tmp_path / "functions.py"
     path.write_text(LOSSES)
     return path
-
-
-def weights_of(run: Path, stage: str) -> dict[str, torch.Tensor]:
-    return load_file(run / stage / "actor" / "model.safetensors")
 
 
 @pytest.mark.parametrize("section", ["ppo", "grpo"])

@@ -21,13 +21,7 @@ from tandem.training.ppo import notes_on_kl
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.types import Experience, Message, PromptRow
 from tests.tiny import tiny_config
-
-
-def early_letters(
-    prompts: list[str], completions: list[str], **columns: object
-) -> list[float | None]:
-    """Share of letters that are a to m: something a tiny policy can learn."""
-    return [sum("a" <= char <= "m" for char in text) / max(1, len(text)) for text in completions]
+from tests.training.letter_rewards import early_letters
 
 
 def make(model: str, folder: Path, **changes: object) -> tuple[PPOTrainer, list[PromptRow]]:

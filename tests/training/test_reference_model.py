@@ -16,8 +16,7 @@ from tandem.types import Source, TokenBatch, TokenRow
 from tests.data.built_tokenizers import sentencepiece
 from tests.tiny import save_tiny_model, tiny_config, tiny_llama
 from tests.training import letter_rewards
-from tests.training.runs import ran
-from tests.training.test_policy_functions import weights_of
+from tests.training.runs import ran, weights_of
 
 REWARD = f"{letter_rewards.__file__}:starts_early"
 CHANGES: dict[str, dict[str, Any]] = {

@@ -28,11 +28,7 @@ from tandem.training.supervised import SupervisedTrainer
 from tandem.types import Source, TokenRow
 from tests.data.built_tokenizers import sentencepiece
 from tests.tiny import tiny_config
-from tests.training.runs import ran
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+from tests.training.runs import contents, ran
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tandem.training.make_engine import make_engine
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.types import Message, PromptRow, Rollout, TokenBatch
 from tests.tiny import tiny_config
-from tests.training.test_ppo_trainer import early_letters
+from tests.training.letter_rewards import early_letters
 
 
 class Echo:

@@ -16,7 +16,7 @@ from tandem.training.make_engine import make_engine
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.types import Experience
 from tests.tiny import tiny_config
-from tests.training.test_ppo_trainer import early_letters
+from tests.training.letter_rewards import early_letters
 
 QUESTIONS = ("cat", "sun", "green", "a", "house", "yes")
 
