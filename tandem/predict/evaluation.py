@@ -12,13 +12,12 @@ from typing import Any
 
 from tandem.config.conversations import answer_tokens
 from tandem.config.critic_free_rules import EXACT_KL
-from tandem.config.rules import has_reference
 from tandem.config.schema import RLConfig, RunConfig, rl_section
-from tandem.config.stages import Stage, in_order, leaving, of_family
+from tandem.config.stages import in_order, leaving, of_family
 from tandem.memory.dimensions import Shape
 from tandem.memory.model import FLOAT, Layout
 from tandem.memory.work import logits_rows
-from tandem.predict.memory import Models
+from tandem.predict.memory import StageCase
 from tandem.predict.rows import Heldout, Rows
 from tandem.predict.seconds import Pace, PhaseWork, generating, loading, scoring
 from tandem.predict.work import Work, num_reward_models
@@ -57,38 +56,29 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluating:
-    """What evaluations of a run are predicted from.
+    """What evaluations of a stage are predicted from. known: coefficients by phase."""
 
-    policy, value: how models of the policy's and the reward model's shape lie on the ranks. packs:
-    as for `seconds.generating`. known: coefficients by phase.
-    """
-
-    config: RunConfig
-    models: Models
+    case: StageCase
     heldout: Heldout
     pace: Pace
-    policy: Layout
-    value: Layout
-    ranks: int
-    packs: bool
     known: Mapping[str, Mapping[str, float]]
 
-    def of_stage(self, stage: Stage, steps: int) -> Evaluations:
-        """Those of a stage of `steps` steps (0: not known)."""
-        config, found = self.config, self.heldout
-        section: Any = getattr(config, stage.section)
-        count = num_evaluations(steps, section.eval_every)
-        compared = self.models.reference or self.models.policy
+    def of_stage(self) -> Evaluations:
+        """All of the stage."""
+        stage, models, found = self.case.stage, self.case.models, self.heldout
+        section: Any = getattr(self.case.config, stage.section)
+        count = num_evaluations(self.case.work.steps, section.eval_every)
+        compared = models.reference or models.policy
         if stage.family == "rl":
-            return self._of_answers(stage, section, count)
-        policy, once = self.models.policy, 0.0
+            return self._of_answers(section, count)
+        policy, once = models.policy, 0.0
         if stage.share == "texts":
             texts = self._few(found.texts)
             works, reads = self._reading(policy, texts), _said(texts, "text")
         elif stage.leaves == "reward model":
             pairs, graded = self._few(found.pairs, _PAIR), self._few(found.graded)
             reads = _joined([_said(pairs, "pair", _PAIR), _said(graded, "graded answer")])
-            works = [w for rows in (pairs, graded) for w in self._reading(self.models.value, rows)]
+            works = [w for rows in (pairs, graded) for w in self._reading(models.value, rows)]
         elif stage.labelled:
             rows = self._few(found.labelled)
             mismatched = replace(rows, tokens=rows.cost)  # for the baseline: no prompt is shared
@@ -102,20 +92,21 @@ class Evaluating:
         return Evaluations(
             count=count,
             each=self._seconds(works),
-            once=once * has_reference(config, stage),
+            once=once * self.case.has_reference,
             reads=reads,
             terms=sum(works[1:], works[0]).terms if works else {},
         )
 
-    def _of_answers(self, stage: Stage, rl: RLConfig, count: int) -> Evaluations:
-        samples = self.config.sampling.samples_per_prompt
-        judges = num_reward_models(self.config, stage)
+    def _of_answers(self, rl: RLConfig, count: int) -> Evaluations:
+        config, models = self.case.config, self.case.models
+        samples = config.sampling.samples_per_prompt
+        judges = num_reward_models(config, self.case.stage)
         work = self._answering(rl.eval_prompts, samples)
         each = self._answered(work, judges) * (2 if rl.ema else 1)
-        if has_reference(self.config, stage) and work is not None:
+        if self.case.has_reference and work is not None:
             passes = 2 if getattr(rl, "kl", "") in EXACT_KL else 1  # the exact KL has its own
-            for shape in (self.models.policy, self.models.reference or self.models.policy):
-                each += passes * self._scored(shape, _frozen(self.policy), work)
+            for shape in (models.policy, models.reference or models.policy):
+                each += passes * self._scored(shape, _frozen(self.case.policy), work)
         mixed = self._few(self.heldout.ptx) if rl.ptx_data else Rows()
         prompts = min(self.heldout.prompts.count, rl.eval_prompts)
         reads = [_count(prompts, "prompt"), _said(mixed, "mixed text")]
@@ -123,7 +114,7 @@ class Evaluating:
 
     def comparison(self) -> Comparison:
         """Every policy, and the reward model, of the run's own stages."""
-        config, shape = self.config, self.models.policy
+        config, shape = self.case.config, self.case.models.policy
         rl = rl_section(config)
         stages = of_family(config.stages, "rl")
         judges = num_reward_models(config, stages[-1]) if stages else 0
@@ -138,7 +129,7 @@ class Evaluating:
         each += self._answered(self._answering(rl.eval_prompts, 1), judges)
         seconds = policies * each
         if judges:
-            size = FLOAT * self.models.value.parameters
+            size = FLOAT * self.case.models.value.parameters
             seconds += judges * loading(size, 0.0, 1, self.pace).seconds(load)
             seconds += self._judge(pairs) + self._judge(graded)
         reads = [_said(texts, "text"), _count(min(self.heldout.prompts.count, rl.eval_prompts),
@@ -147,14 +138,14 @@ class Evaluating:
 
     def _few(self, rows: Rows, sequences: int = 1) -> Rows:
         """As many of a kind as an evaluation reads."""
-        most = self.config.dataset.eval_rows * sequences
+        most = self.case.config.dataset.eval_rows * sequences
         return replace(rows, count=min(rows.count, most)) if most else rows
 
     def _policy(self, rows: Rows) -> float:
-        return self._forward(self.models.policy, rows)
+        return self._forward(self.case.models.policy, rows)
 
     def _judge(self, rows: Rows) -> float:
-        return self._forward(self.models.value, rows)
+        return self._forward(self.case.models.value, rows)
 
     def _forward(self, shape: Shape, rows: Rows) -> float:
         """Seconds of a model's forward over rows."""
@@ -164,9 +155,9 @@ class Evaluating:
         """A model's forward over rows, if there are any."""
         if not rows.count:
             return []
-        layout = self.value if shape.is_scalar else self.policy
-        mine = -(-rows.count // self.ranks)
-        batches = -(-mine * rows.tokens // self.config.micro_batch_tokens)
+        layout = self.case.value if shape.is_scalar else self.case.policy
+        mine = -(-rows.count // self.case.ranks)
+        batches = -(-mine * rows.tokens // self.case.config.micro_batch_tokens)
         tokens = mine * rows.tokens - max(0.0, mine - batches) * rows.alike
         work = Work(
             tokens=tokens, answered=mine * rows.answered, sequences=mine, micro_batches=batches,
@@ -183,12 +174,12 @@ class Evaluating:
 
     def _answering(self, most: int, samples: int) -> Work | None:
         """The answers to at most `most` held-out prompts; None where there are none."""
-        rows, config = self.heldout.prompts, self.config
+        rows, config = self.heldout.prompts, self.case.config
         prompts = min(rows.count, most)
         if not prompts:
             return None
-        new = answer_tokens(config, rows.longest, self.models.positions)
-        mine = -(-prompts * samples // self.ranks)
+        new = answer_tokens(config, rows.longest, self.case.models.positions)
+        mine = -(-prompts * samples // self.case.ranks)
         each = (rows.tokens - rows.alike) / samples + new
         tokens = mine * each
         return Work(
@@ -202,11 +193,12 @@ class Evaluating:
         """Seconds of answers and of the scores of `judges` reward models."""
         if work is None:
             return 0.0
-        at_once = min(work.at_once, logits_rows(self.models.policy, self.policy, FLOAT))
+        policy, layout = self.case.models.policy, self.case.policy
+        at_once = min(work.at_once, logits_rows(policy, layout, FLOAT))
         found = generating(
-            self.models.policy, self.policy, work, self.pace, at_once, packs=self.packs
+            policy, layout, work, self.pace, at_once, packs=self.case.decodes_packed
         ).seconds(self.known["generate"])
-        return found + judges * self._scored(self.models.value, _frozen(self.value), work)
+        return found + judges * self._scored(self.case.models.value, _frozen(self.case.value), work)
 
 
 def num_evaluations(steps: int, every: int) -> int:

@@ -146,11 +146,8 @@ def predict_stage(
     evaluations = comparison = None
     if rows.heldout is not None:
         phases_of = constants(hardware.kind, hardware.name).phases
-        evaluating = Evaluating(
-            config=config, models=models, heldout=rows.heldout, pace=pace, policy=case.policy,
-            value=case.value, ranks=ranks, packs=case.decodes_packed, known=phases_of,
-        )  # fmt: skip
-        evaluations = evaluating.of_stage(stage, work.steps)
+        evaluating = Evaluating(case=case, heldout=rows.heldout, pace=pace, known=phases_of)
+        evaluations = evaluating.of_stage()
         if stage == in_order(config.stages)[-1]:
             comparison = evaluating.comparison()
     return StagePrediction(
