@@ -142,7 +142,7 @@ def _told(docstring: str) -> dict[str, str]:
     # What an argument is counts before what the attribute of its name is.
     for _, text in sorted(parts, key=lambda part: part[0] == "Args"):
         for names, about in re.findall(
-            r"^    ([\w, ]+): (.*?)(?=^    [\w, ]+: |\Z)", text, re.DOTALL | re.MULTILINE
+            r"^    (\w[\w, ]*): (.*?)(?=^    \w[\w, ]*: |\Z)", text, re.DOTALL | re.MULTILINE
         ):
             for name in names.split(","):
                 told[name.strip()] = " ".join(about.split())

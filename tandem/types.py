@@ -333,7 +333,7 @@ class Rollout:
         really drawn from (after top-k and top-p); equal to rollout_logprobs without truncation.
     rollout_entropy: (B, T) float32 nats, of the policy at the sampling temperature where each
         token was drawn; 0 off the response.
-    finished: (B,) bool, the response ended with a stop token (it was not cut by the length limit).
+    finished: (B,) bool, the response ended with a stop (token or string), not at the length limit.
     prompts: B rows (each repeated for its samples); responses: B texts, stop token left out.
     group: (B,) int64, which of the rollout's prompts each row answers.
     rank_seconds: how long each rank took for its share; empty where there is but one.

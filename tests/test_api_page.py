@@ -24,6 +24,8 @@ def blocks(language: str, text: str) -> list[str]:
 def test_the_page_is_what_the_code_says() -> None:
     assert markdown(PAGE) == PAGE, "run `make docs`"
     assert "`stop_token_ids` (`int | Sequence[int] | None`): further ids" in SECTIONS["Renderer"]
+    # Whole descriptions, also where a further line of one begins like a name.
+    assert "None: those that the stage's `reward_function` names.\n" in SECTIONS["PPOTrainer"]
     assert "Initialize self" not in PAGE  # object's docstring, where a class has none of its own
 
 

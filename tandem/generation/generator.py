@@ -74,23 +74,23 @@ def generate(
             their positions here if None. Two equal numbers draw with the same randomness.
         batch_size: most answers side by side, if `rows_together` allows them; when one ends,
             another comes in.
-        kv_blocks: blocks of KV memory, each of `steps.BLOCK_TOKENS` tokens; None takes what is
-            needed, or what there is room for. With fewer, answers wait.
-        share_prompts: run what prompts and samples begin with alike once, in memory they share.
+        kv_blocks: blocks of 16 tokens of KV memory; None: as needed, or as there is room for.
+        share_prompts: compute shared prefixes of prompts and samples once, in memory they share.
         refill: free rows that are worth letting others in; None takes an eighth of batch_size.
         prefill_tokens: most tokens of prompts that are run at once; a longer one runs in parts.
         chunk_tokens: most tokens of prompts run between two tokens of live answers; None: any.
         agreed_blocks: what to make of the blocks that there is room for, where several ranks run
-            the same answers and must let them in alike.
+            the same answers and must let them in in the same order.
         by_hugging_face: through Hugging Face's `generate`, whatever the family: to compare.
         following: names prompts to answer after these, while answers end; their numbers count on.
             Only for families that `decodes` knows, and without a `keeper` of tokens' states.
         conversing: says what answers hear while conversations go on; for the same families.
+        keeper: keeps what the layers compute of every token, for the update to read.
     Returns:
         P * samples rows, the samples of a prompt side by side, on the model's device; P counts
-        those that followed. With `conversing` their prompts are `ConversationRow`s. None of the
-        last ten arguments but these two changes any of it (on a CPU with the C++ operations, to
-        the last bit; through Hugging Face up to rounding).
+        those that followed. With `conversing` their prompts are `ConversationRow`s. Of the
+        arguments from `batch_size` on only `following` and `conversing` change any of it (on a
+        CPU with the C++ operations, to the last bit; through Hugging Face up to rounding).
     Raises:
         GenerationError: a prompt is empty, a prompt or a logit bias names tokens that the model
             does not have, prompt and answer exceed the model's positions, there is no memory
