@@ -55,7 +55,7 @@ def save_model(
 
     Args:
         base_path: the base model that the adapter names; by default where the model came from.
-        dtype: of the weights in the folder; by default the model's own, float32.
+        dtype: of the weights in the folder; by default each weight's own.
         max_file_bytes: larger models are saved in several files, with an index.
         writers: the ranks that write together, each its own files. None: only this process.
     Raises:
