@@ -27,9 +27,10 @@ from tandem.config.stages import stage_names
 from tandem.errors import ConfigError, DataError, Stopped, TandemError
 from tandem.files import not_a_run
 from tandem.garbage import collected_seldom
-from tandem.launch.failure import complain, is_launched, leaving_at_signals, place_of
+from tandem.launch.failure import complain, leaving_at_signals, place_of
 from tandem.launch.flags import LaunchOptions, launch_help, take_launch_flags
 from tandem.plan.layout_flags import layout_help, take_layout_flags
+from tandem.process import is_launched
 from tandem.text import counted, ignore_line, visible
 from tandem.training.signals import outlive_readers
 

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from tandem.stopping import STOPPING, holding_back, let_through
 
+LAUNCHER = "TANDEM_LAUNCHER"
+"""Names the process id of the launcher of several ranks, in their environment."""
 _PR_SET_PDEATHSIG = 1
 _STATM = Path("/proc/self/statm")
 
@@ -62,6 +64,11 @@ def lower_limit(kind: int, soft: int, hard: int | None = None) -> None:
         soft = min(soft, now)
     with suppress(ValueError, OSError):
         resource.setrlimit(kind, (soft, limit))
+
+
+def is_launched() -> bool:
+    """Whether our launcher started this process, rather than one of its ranks."""
+    return os.environ.get(LAUNCHER) == str(os.getppid())
 
 
 def fork(work: Callable[[], object]) -> int:

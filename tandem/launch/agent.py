@@ -30,11 +30,12 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from tandem.files import append
 from tandem.launch.cross_node import Peers
-from tandem.launch.failure import FAILURE_FILE, LAUNCHER, LOG_FILE, read_failure
+from tandem.launch.failure import FAILURE_FILE, LOG_FILE, read_failure
 from tandem.launch.failure_report import Ending, Verdict, judge
 from tandem.launch.rendezvous import ManyNodes, OneNode
 from tandem.parallel.asking import NoAnswerError
 from tandem.parallel.watchdog import INTERVAL_SECONDS, blame, read_notes, watch_prefix
+from tandem.process import LAUNCHER
 from tandem.stopping import holding_back
 
 _SETTLE_SECONDS = 1.0
@@ -94,6 +95,7 @@ class Agent(SimpleElasticAgent):
         self.name = ""  # once it has met others
         self.verdict: Verdict | None = None
         self.asked_to_stop: signal.Signals | None = None
+        self._was_signaled = False
         self._must_stop_at_once = False
         self._can_interrupt = True
         self._meeting = meeting
@@ -108,9 +110,13 @@ class Agent(SimpleElasticAgent):
         self._peers = Peers(None, 0, 1)
 
     def stop(self, number: int, frame: object) -> None:
-        """A signal handler: ask all ranks to stop; on the second call kill them at once."""
-        if self.asked_to_stop is not None:
+        """A signal handler: ask all ranks to stop; on the second call kill them at once. A job's
+        one signal may come to another node first, and from there before it comes here."""
+        if self._was_signaled:
             self._must_stop_at_once = True
+            return
+        self._was_signaled = True
+        if self.asked_to_stop is not None:
             return
         self.asked_to_stop = signal.Signals(number)
         if self._can_interrupt:  # waiting for other nodes, with no rank of ours alive

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Literal
 
 from tandem.errors import RankError, Stopped, TandemError
+from tandem.process import is_launched
 from tandem.stopping import handling
 from tandem.text import visible
 
@@ -25,8 +26,6 @@ FAILURE_FILE = "TANDEM_FAILURE_FILE"
 """Names the file for a launched rank's failure."""
 LOG_FILE = "TANDEM_LOG_FILE"
 """Names the rank's log, where tracebacks go."""
-LAUNCHER = "TANDEM_LAUNCHER"
-"""The launcher's process id."""
 Kind = Literal["error", "crash", "lost", "stopped"]
 
 
@@ -43,11 +42,6 @@ class Failure:
     line: str
     code: int
     time: float
-
-
-def is_launched() -> bool:
-    """Whether our launcher started this process, rather than one of its ranks."""
-    return os.environ.get(LAUNCHER) == str(os.getppid())
 
 
 def complain(line: str, code: int, error: BaseException | None = None) -> int:

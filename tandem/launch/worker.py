@@ -11,8 +11,8 @@ import runpy
 import sys
 
 from tandem.errors import Stopped
-from tandem.launch.failure import LAUNCHER, LOG_FILE, complain, leaving_at_signals
-from tandem.process import die_with_parent
+from tandem.launch.failure import LOG_FILE, complain, leaving_at_signals
+from tandem.process import LAUNCHER, die_with_parent
 from tandem.stopping import let_through
 from tandem.text import named_line
 

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, Self
 
 from tandem.errors import Stopped
+from tandem.process import is_launched
 from tandem.stopping import handling, note_stop
 
 
@@ -55,6 +56,9 @@ def outlive_readers() -> None:
 class StopSignals:
     """Within: the first stopping signal is kept for the next `requested`, a second ends at once.
 
+    Not one of several ranks: to these the launcher passes its own on, which may have come to all
+    processes of the job; at its second it ends them itself.
+
     Where nothing is worth finishing (`deferring` is false: models load, rows are read) the first
     one ends the run too, by `Stopped`. On a thread that is not the main one nothing is installed.
     """
@@ -77,6 +81,8 @@ class StopSignals:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
+        if self.requested and is_launched():
+            return
         if self.requested:
             with suppress(RuntimeError):  # it came in the middle of printing
                 self._print_line(f"{name} again: stopped at once. What was saved before is kept.")

@@ -24,6 +24,14 @@ if how == "shared":
     sys.exit(complain("data must hold rows", 2, DataError("data must hold rows")))
 if how == "answers":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+if how == "saves":
+    def save(*_):
+        open(f"{sys.argv[2]}/asked-{rank}", "w").close()
+        while not os.path.exists(f"{sys.argv[2]}/may-end"):
+            time.sleep(0.05)
+        open(f"{sys.argv[2]}/saved-{rank}", "w").close()
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, save)
 if how == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 open(f"{sys.argv[2]}/pid-{rank}", "w").write(str(os.getpid()))

@@ -10,12 +10,12 @@ import pytest
 from tandem.errors import DataError, RankError
 from tandem.launch.failure import (
     complain,
-    is_launched,
     kind_of,
     leave_failure,
     place_of,
     read_failure,
 )
+from tandem.process import is_launched
 
 
 def test_a_launched_rank_leaves_a_file_and_its_traceback(

@@ -82,6 +82,20 @@ def test_a_signal_to_one_node_stops_all(tmp_path: Path) -> None:
     assert not any(is_alive(pid) for pid in ranks)
 
 
+def test_one_signal_to_every_node_lets_ranks_save(tmp_path: Path) -> None:
+    """A job's signal comes to one node a little later than from another."""
+    flags = ("--num-nodes", "2", "--num-gpus", "1", "--rdzv", f"127.0.0.1:{free_port()}")
+    launchers = [start_launcher(tmp_path, PLAIN, "saves", *flags) for _ in range(2)]
+    pids(tmp_path, 2)
+    launchers[0].terminate()
+    wait_for(lambda: len(list(tmp_path.glob("asked-*"))) == 2)
+    launchers[1].terminate()
+    time.sleep(0.5)  # long enough for a launcher to end its rank, if it would
+    (tmp_path / "may-end").touch()
+    texts = [launcher.communicate(timeout=60)[0] for launcher in launchers]
+    assert len(list(tmp_path.glob("saved-*"))) == 2, texts
+
+
 def test_a_node_that_loses_the_meeting_says_what_to_do(tmp_path: Path) -> None:
     port = free_port()
     flags = ("--num-nodes", "2", "--num-gpus", "1", "--rdzv", f"127.0.0.1:{port}")

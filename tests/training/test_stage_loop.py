@@ -234,6 +234,24 @@ def test_two_signals_at_once_end_the_process_without_a_traceback() -> None:
     assert not ended.stderr
 
 
+def test_a_signal_that_a_rank_gets_from_its_launcher_too_is_one_signal() -> None:
+    program = (
+        "import os, signal\nfrom tandem.training.signals import StopSignals\n"
+        "with StopSignals(print) as stops:\n"
+        "    stops.deferring = True\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"  # from systemd, which signals every process
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    print('saved', stops.requested)\n"
+    )
+    environment = {**os.environ, "TANDEM_LAUNCHER": str(os.getpid())}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+    )
+    assert ended.returncode == 0
+    assert ended.stdout.count("the run stops after this step, saved.") == 1
+    assert f"saved {int(signal.SIGTERM)}" in ended.stdout
+
+
 def stopped_on_one_rank(world: World, config: RunConfig) -> str:
     if world.rank == 1:
         begin = StepLoop.begin
