@@ -4,6 +4,7 @@ have columns that no shape reads."""
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 
 from tandem.config.stages import Share
 from tandem.data.grades import ALONE
@@ -57,6 +58,8 @@ def why_none(ledger: Ledger, share: Share, *, labelled: bool = False) -> list[st
             found.append(_all_bad(account))
         elif share != "prompts" and _are_prompts_alone(account) and account.unread:
             found.append(_prompts_alone(account, share, labelled))
+        elif share == "pairs" and (rejected := _mistyped_rejected(account)):
+            found.append(_half_a_pair(account, rejected))
         elif labelled and any(reason.startswith(ALONE) for reason in account.unused):
             found.append(_graded_alone(account))
     return found
@@ -108,6 +111,27 @@ def _prompts_alone(account: DatasetLedger, share: Share, labelled: bool) -> str:
         f"All {rows} of {visible(account.name)} are prompts alone: no stage reads their "
         f"column{'s' * several} {', '.join(names[:_SHOWN])}{more}. Map {what}, as in "
         f"{visible(account.path)}::{columns}"
+    )
+
+
+def _mistyped_rejected(account: DatasetLedger) -> str:
+    """The unread column of rows with a chosen answer alone that is named like `rejected`."""
+    if any(shape.partition(" with ")[0] != "preference" for shape in account.shapes):
+        return ""
+    names = [name for name, count in account.unread.items() if count == account.shapes.total()]
+    near = get_close_matches("rejected", names, n=1)
+    return "".join(near or [name for name in names if _is_like(name, _BAD)][:1])
+
+
+def _half_a_pair(account: DatasetLedger, rejected: str) -> str:
+    """What is missing where only chosen answers were read, beside a column for rejected ones."""
+    read = next(iter(account.shapes)).partition(" with ")[2].split(",")
+    columns = [part for part in read if part.startswith("prompt=")]  # a map is written whole
+    columns.append(f"rejected={visible(rejected)}")
+    return (
+        f"All {counted(account.shapes.total(), 'usable row')} of {visible(account.name)} have a "
+        f"chosen answer alone: no stage reads their column {visible(rejected)[:30]}. Map it, as in "
+        f"{visible(account.path)}::{','.join(columns)}"
     )
 
 

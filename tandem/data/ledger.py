@@ -54,7 +54,8 @@ class DatasetLedger:
     extra_copies: repeats by weight per use, as planned, before drops by length.
     shapes, notes: how many rows were read by each shape; what was skipped in rows that are used.
     noted_at: where the first rows of each note are.
-    unread: how many of the rows that are a prompt alone have each column that no shape reads.
+    unread: how many of the rows that are a prompt alone, or with a chosen answer alone, have each
+        column that no shape reads.
     lists: in how many of them it is a list or an object, which is no answer.
     numbers: in how many it is a list of numbers, one for each text or object of another list.
     fingerprint: SHA-256 over the usable rows' content in order.

@@ -77,6 +77,36 @@ def test_prompts_alone_name_their_columns_and_a_map(
 
 
 @pytest.mark.parametrize(
+    ("row", "map_"),
+    [
+        ({"prompt": "a", "chosen": "b", "reject": "c", "id": "7"}, "rejected=reject"),
+        ({"prompt": "a", "chosen": "b", "rejceted": "c"}, "rejected=rejceted"),
+        ({"prompt": "a", "chosen": "b", "tone": "rude", "bad_answer": "c"}, "rejected=bad_answer"),
+        ({"prompt": "a", "chosen": "b", "score": 3, "reject": "c"}, "rejected=reject"),
+        ({"question": "a", "chosen": "b", "reject": "c"}, "prompt=question,rejected=reject"),
+    ],
+)
+def test_chosen_answers_alone_name_a_mistyped_column_of_rejected_ones(
+    row: dict[str, Any], map_: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.jsonl"
+    ledger = ledger_of(file, [row, row])
+    (told,) = why_none(ledger, "pairs")
+    column = map_.rpartition("=")[2]
+    assert told == (
+        f"All 2 usable rows of a have a chosen answer alone: no stage reads their column {column}. "
+        f"Map it, as in {file}::{map_}"
+    )
+    assert why_none(ledger, "texts") == why_none(ledger, "prompts") == []
+    mapped = load_data(DataConfig(), [f"{file}::{map_}"], seed=1)
+    samples = [*mapped.texts, *mapped.pairs, *mapped.prompts, *mapped.heldout]
+    assert [each.rejected for each in samples if each.rejected] == ["c", "c"]
+    alone = [{"prompt": "a", "chosen": "b", "reference": "c", "id": "7"}, {**row, "rejected": "d"}]
+    assert why_none(ledger_of(file, alone[:1]), "pairs") == []
+    assert why_none(ledger_of(file, alone), "pairs") == []
+
+
+@pytest.mark.parametrize(
     ("row", "share", "said"),
     [
         (

@@ -41,6 +41,7 @@ from tandem.data.shapes.plain import (
     alpaca,
     messages,
     plain_text,
+    preference,
     prompt_only,
     shape_of,
     sharegpt,
@@ -62,7 +63,8 @@ class Shaped:
 
     shape: the shape's name, with the columns that were found under other names.
     notes: what is worth counting, each once per row. label_column, grade_column: where its label
-    and its grade are from, or "". unread, lists, numbers: of a prompt alone, as `unread_of`.
+    and its grade are from, or "". unread, lists, numbers: of a prompt alone, or with a chosen
+        answer alone, as `unread_of`.
     """
 
     sample: Sample
@@ -138,13 +140,14 @@ def to_sample(row: Row, source: Source, columns: Mapping[str, str] | None = None
     if graded.grade is not None and graded.column != "grade":
         aliases = aliases | {"grade": graded.column}
     is_unread = shape.read is prompt_only and (compared is None or not compared.understood)
+    is_half = shape.read is preference and sample.rejected is None
     return Shaped(
         sample,
         named(shape.name, aliases) if compared is None else compared.shape,
         notes if compared is None else compared.notes + notes,
         places.get("label", "label") if sample.label is not None else "",
         places.get(graded.column, graded.column),
-        *(unread_of(rest) if is_unread else ()),
+        *(unread_of(rest) if is_unread or is_half else ()),
     )
 
 
