@@ -40,24 +40,33 @@ def check_policy(model: PreTrainedModel, group: TensorGroup | None = None) -> Ag
     Args:
         group: the ranks that hold slices of it while it generates.
     Returns:
-        how decoding compares with the training forward; with Hugging Face's, only the largest gap.
+        how decoding compares with the training forward, on the rank where it compares worst, so
+        that all ranks decide alike; with Hugging Face's, only the largest gap.
     Raises:
         ModelError: the model is not supported, Hugging Face's `generate` draws from other
             distributions than its forward gives, or its slices do not decode, or not as it does.
     """
     with generation_weights(model, group):
-        check_head(model)
-        if group is not None and not decodes(model):
-            raise ModelError(
-                "tensor-parallel generation must decode from slices, not through Hugging Face's "
-                "generate, which takes whole weights; got a model that does not: "
-                f"{why_unpacked(model)}. Use --inference-tp-size 1."
-            )
-        if not decodes(model):
-            with evaluating(model):
-                return Agreement(False, math.inf, check_generation(model), 0.0)
-        # Slices stand in for the twin; the model's own forward gathers for itself.
-        return check_twin(model, trains_elsewhere=group is not None, make_decoder=make_runner)
+        found = _checked(model, group)
+    numbers = float(not found.bitwise), found.gap, found.largest_gap, found.to_model
+    inexact, *gaps = shards_of(model).world.all_reduce_max(numbers)
+    return Agreement(not inexact, *gaps)
+
+
+def _checked(model: PreTrainedModel, group: TensorGroup | None) -> Agreement:
+    """`check_policy` on this rank."""
+    check_head(model)
+    if group is not None and not decodes(model):
+        raise ModelError(
+            "tensor-parallel generation must decode from slices, not through Hugging Face's "
+            "generate, which takes whole weights; got a model that does not: "
+            f"{why_unpacked(model)}. Use --inference-tp-size 1."
+        )
+    if not decodes(model):
+        with evaluating(model):
+            return Agreement(False, math.inf, check_generation(model), 0.0)
+    # Slices stand in for the twin; the model's own forward gathers for itself.
+    return check_twin(model, trains_elsewhere=group is not None, make_decoder=make_runner)
 
 
 @torch.no_grad()

@@ -188,7 +188,8 @@ def read_notes(store: Store, size: int) -> list[Note | None]:
 def blame(
     before: Sequence[Note | None], after: Sequence[Note | None], mine: Note | None = None
 ) -> list[str]:
-    """Which ranks the others wait for: those that failed, else the silent ones, else late ones.
+    """Which ranks the others wait for: those that failed, else the silent ones, else late ones,
+    else those that waited in another collective.
 
     Args:
         before, after: notes of all ranks, read at least two intervals apart.
@@ -196,7 +197,7 @@ def blame(
     Returns:
         per rank a phrase that starts with its name.
     """
-    failed, silent, late = [], [], []
+    failed, silent, late, elsewhere = [], [], [], []
     for rank, (old, new) in enumerate(zip(before, after, strict=True)):
         if mine is not None and rank == mine.rank:
             continue
@@ -215,7 +216,14 @@ def blame(
         elif new.state == "running" and (mine is None or new.collective != mine.collective):
             seconds = max(0.0, new.written - new.since)
             late.append(f"rank {rank}, which for {seconds:.0f} s is in {new.where()}")
-    return failed or silent or late
+        elif new.state == "lost" and mine is not None and not _meet(new, mine):
+            elsewhere.append(f"rank {rank}, which waited in {new.where()}")
+    return failed or silent or late or elsewhere
+
+
+def _meet(one: Note, other: Note) -> bool:
+    """Whether two ranks wait in the same call."""
+    return (one.collective, one.place) == (other.collective, other.place)
 
 
 def is_collective_failure(error: BaseException) -> bool:

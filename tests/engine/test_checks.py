@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import pytest
@@ -12,7 +13,13 @@ from transformers import AutoConfig, PreTrainedModel
 from tandem.engine.checks import check_policy
 from tandem.errors import ModelError
 from tandem.models.load import new_causal_lm
-from tests.models.families import perturbed
+from tandem.models.selfcheck import Agreement
+from tandem.ops import native
+from tandem.parallel.shard import ShardPlan, shard
+from tandem.parallel.world import World
+from tandem.training.checks.agreement import plain_ranks
+from tests.models.families import perturbed, tiny_model
+from tests.ranks import on_ranks
 
 
 def bloom() -> PreTrainedModel:
@@ -55,6 +62,28 @@ def test_prompts_of_a_family_that_looks_past_its_mask_are_not_padded(
 
     monkeypatch.setattr(type(model.base_model), "forward", unmasked)
     assert check_policy(model).largest_gap < 1e-5
+
+
+def checked_beside_plain_torch(world: World) -> tuple[Agreement, list[str]]:
+    if world.rank == 1:
+        os.environ["TANDEM_NATIVE"] = "off"  # as where there is no compiler
+    native.why_not.cache_clear()
+    model = tiny_model("llama").to(torch.bfloat16).eval()
+    shard(model, (), ShardPlan(), world)
+    return check_policy(model), plain_ranks(world)
+
+
+def test_ranks_that_compute_otherwise_decide_alike() -> None:
+    """Else one of them would take the sampler's log-probs and another wait for its forward."""
+    (found, lines), (other, others) = on_ranks(2, checked_beside_plain_torch)
+    assert found == other
+    assert not found.bitwise
+    assert not found.trustworthy
+    if native.available():
+        (line,) = lines
+        assert line.startswith("note: rank 1 on ")
+        assert " computes by plain torch (TANDEM_NATIVE is off), others by C++ operations" in line
+        assert lines == others
 
 
 def test_generate_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,16 @@ def test_what_failed_comes_before_what_is_silent() -> None:
     assert blame([WAITING], [WAITING], WAITING) == []
 
 
+def test_ranks_that_waited_in_different_collectives_name_each_other() -> None:
+    other = Note(1, 5, "lost", "ppo step 1", "b.py:7 (g)", "all_gather")
+    alike = replace(WAITING, rank=2)
+    notes = [WAITING, other, alike]
+    assert blame(notes, notes, WAITING) == [
+        "rank 1, which waited in all_gather, called at b.py:7 (g) in ppo step 1"
+    ]
+    assert blame(notes, [WAITING, other, None], WAITING) == ["rank 2, which never began"]
+
+
 def test_notes_say_where_the_main_thread_is_and_the_phase() -> None:
     store = dist.HashStore()
     note("ppo step 12")

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from tandem.config.load import config_knobs, knob_value
 from tandem.config.schema import RunConfig
 from tandem.errors import ConfigError, DataError, ModelError, TandemError
+from tandem.ops import native
 from tandem.parallel.world import World
 from tandem.text import counted, visible
 from tandem.types import PromptRow
@@ -46,6 +47,24 @@ def require_one_configuration(config: RunConfig, world: World) -> None:
             f"every node must have one configuration; got {shown}{more}. Start the same command "
             "with the same --config file on each."
         )
+
+
+def plain_ranks(world: World) -> list[str]:
+    """A line on ranks that lack the C++ operations which others have: they are slower, and what
+    they say of it is in their logs. Builds the operations. A collective."""
+    if world.size == 1 or world.device.type != "cpu":
+        return []
+    told = world.all_gather_object((socket.gethostname(), native.why_not()))
+    plain = [(rank, *said) for rank, said in enumerate(told) if said[1]]
+    if not plain or len(plain) == world.size:  # then the first rank has said it
+        return []
+    rank, host, why = plain[0]
+    more = f", as on {counted(len(plain) - 1, 'rank')} more" if plain[1:] else ""
+    line = (
+        f"note: rank {rank} on {host} computes by plain torch ({visible(why)}){more}, others by "
+        "C++ operations: all wait for it, and numbers agree to rounding alone"
+    )
+    return [line]
 
 
 def require_same_prompts(prompts: Sequence[PromptRow], world: World) -> None:
