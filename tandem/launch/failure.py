@@ -54,8 +54,9 @@ def complain(line: str, code: int, error: BaseException | None = None) -> int:
     if is_launched():
         leave_failure(kind_of(error), line, code, error)
         return code
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    rank = f"rank {os.environ.get('RANK', '0')} of {size}: " if size > 1 else ""
+    size = os.environ.get("WORLD_SIZE", "1")
+    is_named = size not in ("", "1") and "RANK" in os.environ
+    rank = visible(f"rank {os.environ['RANK']} of {size}: ") if is_named else ""
     print(f"tandem: {rank}{line}", file=sys.stderr)
     return code
 

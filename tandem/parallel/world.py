@@ -24,6 +24,7 @@ from torch import Tensor
 from tandem.config.parallel import ParallelConfig
 from tandem.errors import ConfigError
 from tandem.parallel.watchdog import watching
+from tandem.text import first_line, visible
 
 Item = TypeVar("Item")
 Given = ParamSpec("Given")
@@ -152,9 +153,10 @@ def join(device: torch.device, *, ranks_per_node: int = 0, timeout_minutes: floa
         ranks_per_node: ranks that share a fast network; 0 takes the launcher's.
         timeout_minutes: how long a collective may wait for a rank.
     Raises:
-        ConfigError: ranks_per_node does not divide the ranks.
+        ConfigError: ranks_per_node does not divide the ranks, the environment names some ranks and
+            not which this one is or where they meet, or they do not meet there.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = _ranks_named()
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
@@ -168,8 +170,48 @@ def join(device: torch.device, *, ranks_per_node: int = 0, timeout_minutes: floa
         )
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+        try:
+            dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+        except dist.DistError as error:
+            if _has_store():  # there, who is missing is known
+                raise
+            host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+            raise ConfigError(
+                f"all {size} ranks must meet at MASTER_ADDR:MASTER_PORT within "
+                f"parallel.timeout_minutes={timeout_minutes:g}; got {host}:{port} and "
+                f"{first_line(error)!r}. Start every rank with an address of rank 0's machine, "
+                "and a port that is free there."
+            ) from error
     return World(dist.get_rank(), size, local, device)
+
+
+def _has_store() -> bool:
+    """Whether a launcher keeps the store at which ranks meet; else the first rank's process does,
+    once it has joined."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _ranks_named() -> int:
+    """The ranks that the environment names; 1 if it names none.
+
+    Raises:
+        ConfigError: it does not say which of them this is, or where they meet.
+    """
+    named = {name: os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "MASTER_PORT")}
+    if named["WORLD_SIZE"] in ("", "1"):
+        return 1
+    numbers = {name: int(text) for name, text in named.items() if text.isdecimal()}
+    size = numbers.get("WORLD_SIZE", 0)
+    is_named = len(numbers) == len(named) and numbers["RANK"] < size
+    if dist.is_initialized() or (is_named and os.environ.get("MASTER_ADDR")):
+        return size
+    names = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
+    found = ", ".join(f"{name}={os.environ.get(name, '')}" for name in names)
+    raise ConfigError(
+        "the environment must name the ranks, which of them this is, and where they meet; got "
+        f"{visible(found)}. Start with --num-gpus or torchrun, which set these, or remove "
+        "WORLD_SIZE for one rank."
+    )
 
 
 @contextmanager
@@ -180,8 +222,7 @@ def among_ranks(parallel: ParallelConfig, device: torch.device) -> Iterator[Worl
         ConfigError: as `join`.
         RankError: a collective failed in the body, or a rank did not come; says which.
     """
-    # Else the first rank's process keeps the store, once it has joined.
-    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    has_store = _has_store()
     with ExitStack() as stack:
         if has_store:
             rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
