@@ -16,8 +16,10 @@ from safetensors.torch import load_file
 from tandem.checkpoint.folder import CARD, MANIFEST, copy_folder, write_folder
 from tandem.checkpoint.sharing import described, find_folders
 from tandem.config.schema import RunConfig
-from tandem.errors import TandemError
+from tandem.errors import ConfigError, TandemError
 from tandem.parallel.world import World
+from tandem.training.checks import agreement
+from tandem.training.checks.agreement import require_one_configuration
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config
 from tests.training.runs import ran
@@ -320,6 +322,56 @@ def test_nodes_with_other_knobs_are_refused_before_anything_is_written(
         assert said[0].startswith(f"every node must have one configuration; got {part}"), said[0]
         assert "(rank 1)" in said[0]
     assert not (tmp_path / "run").exists()
+
+
+def compared(world: World, config: RunConfig, package: Path | None, ranks: Sequence[int]) -> str:
+    """What the ranks say of each other; the second has another package of Tandem, if there is one,
+    and `ranks` of its node."""
+    if world.rank == 1 and package is not None:
+        agreement._PACKAGE = package
+    here = replace(world, ranks_per_node=ranks[world.rank])
+    try:
+        require_one_configuration(config, here)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_nodes_with_other_code_are_refused(config: RunConfig, tmp_path: Path) -> None:
+    package = tmp_path / "tandem"
+    package.mkdir()
+    (package / "losses.py").write_text("factor = 2.0")
+    assert on_ranks(2, compared, config, None, [1, 1]) == ["", ""]
+    said = on_ranks(2, compared, config, package, [1, 1])
+    assert said[0] == said[1]
+    assert said[0].startswith("every node must run the same code; got Tandem's files ")
+    assert said[0].endswith("(rank 1). Install the same versions on each.")
+
+
+def test_a_loss_of_ones_own_is_the_same_on_every_node(config: RunConfig, tmp_path: Path) -> None:
+    configs = []
+    for node in "abc":
+        (tmp_path / node).mkdir()
+        file = tmp_path / node / "mine.py"
+        file.write_text(f"def loss(*given):\n    return {'given' if node != 'c' else 'None'}\n")
+        configs.append(replace(config, ppo=replace(config.ppo, loss_function=f"{file}:loss")))
+    a, b, c = configs
+    assert on_ranks(2, compared_with, [a, b]) == ["", ""]
+    said = on_ranks(2, compared_with, [a, c])
+    assert said[0] == said[1]
+    assert said[0].startswith("every node must run the same code; got files of ppo.loss_function ")
+
+
+def compared_with(world: World, configs: Sequence[RunConfig]) -> str:
+    return compared(world, configs[world.rank], None, [1, 1])
+
+
+def test_nodes_of_unequal_size_are_refused(config: RunConfig) -> None:
+    """Of 4 ranks both 1 and 2 make whole nodes, and ranks would form other groups."""
+    said = on_ranks(4, compared, config, None, [2, 2, 1, 1])
+    assert said[0].startswith("every node must have one configuration; got ranks on a node 2 on ")
+    assert " and 1 on " in said[0]
+    assert len(set(said)) == 1
 
 
 def test_nodes_may_keep_the_files_in_other_places(config: RunConfig, tmp_path: Path) -> None:

@@ -1,36 +1,68 @@
-"""What the ranks of a run must agree on before they exchange a weight."""
+"""What the ranks of a run must have in common before they exchange a weight."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import transformers
 
 from tandem.config.load import config_knobs, knob_value
 from tandem.config.schema import RunConfig
 from tandem.errors import ConfigError, DataError, ModelError, TandemError
+from tandem.files import sha256
+from tandem.named_functions import files_of_function
 from tandem.ops import native
 from tandem.parallel.world import World
 from tandem.text import counted, visible
 from tandem.types import PromptRow
 
 _SHOWN = 3
-"""Knobs that a message names."""
+"""Differences that a message names."""
+_PACKAGE = Path(__file__).resolve().parents[2]
+_SOURCES = (".py", ".cpp", ".h", ".yaml")
+_FUNCTIONS = ("loss_function", "advantage_function", "environment", ".tools")
+"""Endings of the knobs that name functions which every rank calls."""
 
 
 def require_one_configuration(config: RunConfig, world: World) -> None:
-    """Refuse ranks that were started with different configurations. A collective.
+    """Refuse ranks that were started with different configurations or run different code. A
+    collective.
 
-    Each rank updates its own shard: with another learning rate on one node a model would come out
-    that no configuration describes, and with another ZeRO stage the ranks would wait for each other
+    Each rank updates its own shard: with another learning rate or loss on one node a model would
+    come out that nothing describes, and with another ZeRO stage the ranks would wait for each other
     in different exchanges. Folders may differ from node to node, the names in them may not; the
     output folder may be any.
 
     Raises:
-        ConfigError: on every rank, another one has another value of a knob.
+        ConfigError: on every rank, another one has another value of a knob, other code, or other
+            numbers of ranks on its node.
     """
-    told = world.all_gather_object((socket.gethostname(), _values(config)))
+    if world.size == 1:
+        return
+    same_code = "every node must run the same code"
+    for values, rule, advice in (
+        (_installed(), same_code, "Install the same versions on each."),
+        (
+            _values(config, world),
+            "every node must have one configuration",
+            "Start the same command with the same --config file on each.",
+        ),
+        (_own_functions(config), same_code, "Copy the files of your own functions to each."),
+    ):
+        told = world.all_gather_object((socket.gethostname(), values))
+        _require_alike(told, rule, advice)
+
+
+def _require_alike(told: Sequence[tuple[str, Mapping[str, str]]], rule: str, advice: str) -> None:
+    """Refuse ranks of which one has told other values by name than the first; with their hosts."""
     host, first = told[0]
     for rank, (other_host, values) in enumerate(told):
         names = [name for name in first if values.get(name) != first[name]]
@@ -42,11 +74,8 @@ def require_one_configuration(config: RunConfig, world: World) -> None:
             f"{other_host} (rank {rank})"
             for name in names[:_SHOWN]
         )
-        more = f"; and {counted(len(names) - _SHOWN, 'knob')} more" if names[_SHOWN:] else ""
-        raise ConfigError(
-            f"every node must have one configuration; got {shown}{more}. Start the same command "
-            "with the same --config file on each."
-        )
+        more = f"; and {counted(len(names) - _SHOWN, 'difference')} more" if names[_SHOWN:] else ""
+        raise ConfigError(f"{rule}; got {shown}{more}. {advice}")
 
 
 def plain_ranks(world: World) -> list[str]:
@@ -101,9 +130,9 @@ def refused_together(world: World) -> Iterator[None]:
         raise ConfigError(reason) from refused
 
 
-def _values(config: RunConfig) -> dict[str, str]:
-    """Every knob that must be the same, as text."""
-    values: dict[str, str] = {}
+def _values(config: RunConfig, world: World) -> dict[str, str]:
+    """Every knob that must be the same, as text, and how many ranks this node has."""
+    values = {"ranks on a node": str(world.ranks_per_node)}
     for name, knob in config_knobs():
         if name == "output_dir":
             continue
@@ -117,3 +146,35 @@ def _values(config: RunConfig) -> dict[str, str]:
 
 def _short(values: Mapping[str, str], name: str) -> str:
     return visible(values.get(name, "nothing")[:60])
+
+
+def _installed() -> dict[str, str]:
+    """Versions, and a digest of Tandem's own files."""
+    return {
+        "Tandem": version("tandem-rlhf"),
+        "Python": ".".join(map(str, sys.version_info[:2])),
+        "torch": torch.__version__.partition("+")[0],
+        "transformers": transformers.__version__,
+        "Tandem's files": _digest(file for file in _PACKAGE.rglob("*") if file.suffix in _SOURCES),
+    }
+
+
+def _own_functions(config: RunConfig) -> dict[str, str]:
+    """Digests of the files of functions that every rank calls; not of a reward function's, which
+    the first rank alone calls."""
+    found: dict[str, str] = {}
+    for name, _ in config_knobs():
+        value = knob_value(config, name)
+        if not value or not name.endswith(_FUNCTIONS):
+            continue
+        texts = [value] if isinstance(value, str) else value
+        # One that is missing here is told later, with what it is for.
+        with suppress(ConfigError):
+            files = {file for text in texts for file in files_of_function(text, name)}
+            found[f"files of {name}"] = _digest(files)
+    return found
+
+
+def _digest(files: Iterable[Path]) -> str:
+    """Of the contents, wherever the files lie; shortened."""
+    return hashlib.sha256("".join(sorted(map(sha256, files))).encode()).hexdigest()[:12]
