@@ -23,8 +23,8 @@ from tandem.types import Message
 class Prepared:
     """A prompt as ids. messages, tools: of a conversation; a text is one user's turn. text: what an
     echo repeats. thoughts: how answers to it have them. begun: what the assistant has said of its
-    answer behind the messages. constraint: the form that answers must have. renderer: by which
-    it was made, where that is not the model's."""
+    answer behind the messages, in the last `begun_tokens` ids. constraint: the form that answers
+    must have. renderer: by which it was made, where that is not the model's."""
 
     token_ids: tuple[int, ...]
     messages: tuple[Message, ...] = ()
@@ -32,6 +32,7 @@ class Prepared:
     tools: str = ""
     thoughts: ThoughtForm = NO_THOUGHTS
     begun: str = ""
+    begun_tokens: int = 0
     constraint: Constraint | None = None
     renderer: Renderer | None = None
 
@@ -87,10 +88,10 @@ async def prepare_chat(
 
     def formed() -> Constraint | None:
         """In another thread: large schemas take seconds."""
-        renderer, ids = loaded.rendering(variables), prepared.token_ids
-        asked = renderer.prompt(prepared.messages).token_ids if continues else ids
-        begun = ids[len(asked) :]
-        return constraint_of(renderer, wish, asked, tools=tools, begun=begun)
+        ids = prepared.token_ids
+        end = len(ids) - prepared.begun_tokens
+        renderer = loaded.rendering(variables)
+        return constraint_of(renderer, wish, ids[:end], tools=tools, begun=ids[end:])
 
     return replace(prepared, constraint=await service.in_form_thread(formed))
 
@@ -99,10 +100,11 @@ def _begun(renderer: Renderer, messages: Sequence[Message]) -> Prepared:
     """A conversation as ids, up to the end of the last turn's text."""
     *asked, last = messages
     row = renderer.conversation(asked, last.content, IN_MEMORY, True, goes_on=True)
-    ids = tuple(row.token_ids)
-    begun = last.content
+    ids, begun = tuple(row.token_ids), last.content
     thoughts = thoughts_within(renderer, begun) if begun else thoughts_behind(renderer, ids)
-    return Prepared(ids, tuple(asked), thoughts=thoughts, begun=begun, renderer=renderer)
+    return Prepared(
+        ids, tuple(asked), "", "", thoughts, begun, sum(row.response_mask), renderer=renderer
+    )
 
 
 def refuse_long(
