@@ -35,12 +35,30 @@ def observe(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor,
         (n,) float32 nats, (n, count) int64 ids, the likeliest first, (n, count) float32 nats.
     """
     chosen, _ = dense.token_logprobs(logits, tokens, 1.0, False)
-    count = min(count, logits.shape[1])
-    ids = logits.topk(count, dim=-1).indices
+    ids = _likeliest(logits, min(count, logits.shape[1]))
     # A column at a time through the same operation: a token has one log-prob, however it is asked.
     columns = [dense.token_logprobs(logits, ids[:, i], 1.0, False)[0] for i in range(count)]
     likeliest = torch.stack(columns, dim=1) if columns else chosen.new_zeros((len(tokens), 0))
     return chosen, ids, likeliest
+
+
+def _likeliest(logits: Tensor, count: int) -> Tensor:
+    """(n, count) ids, the likeliest first; of equal logits, of which bf16 has many, the lowest.
+
+    Which of them `topk` takes depends on how many it is asked for, and so on other answers.
+    """
+    if not count:
+        return torch.empty((len(logits), 0), dtype=torch.long, device=logits.device)
+    none = logits.shape[1]
+    values, ids = logits.topk(count, dim=-1)
+    border = values[:, -1:]
+    lowest_first = torch.arange(none, 0, -1, device=logits.device, dtype=torch.int32)
+    ties = torch.where(logits == border, lowest_first, 0).topk(count, dim=-1).values
+    found = torch.cat((torch.where(values > border, ids, none), none - ties), dim=1)
+    found = found.sort(dim=1).values
+    values = logits.gather(1, found.clamp(max=none - 1)).masked_fill(found == none, -torch.inf)
+    order = values.argsort(dim=1, descending=True, stable=True)[:, :count]
+    return found.gather(1, order).clamp(max=none - 1)  # where all is NaN none is found
 
 
 def read_observed(
