@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Iterable
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tandem.data.control import ControlTokens, free_mark
 from tandem.data.excerpt import excerpt
+from tandem.data.short_cache import short_cache
 from tandem.data.token_bound import TokenBound, token_bound
 from tandem.errors import DataError, ModelError
 
@@ -44,7 +45,7 @@ class PieceTokenizer:
         self._is_plain = _decodes_plainly(tokenizer)
         self._encodes_plainly = _encodes_plainly(tokenizer)
         self.control = control
-        self._in_context = lru_cache(maxsize=64)(self._ids_in_context)
+        self._in_context = short_cache(64)(self._ids_in_context)
         odd = control.forbidden | {tokenizer.unk_token_id}
         own = getattr(tokenizer.backend_tokenizer.model, "unk_token", None)
         unknown = tokenizer.unk_token_id, own and tokenizer.backend_tokenizer.token_to_id(own)

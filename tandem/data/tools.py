@@ -10,11 +10,11 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from typing import Any
 
 from tandem.data.excerpt import describe, excerpt
 from tandem.data.rows import RowProblem
+from tandem.data.short_cache import short_cache
 from tandem.message import Answer, Message
 from tandem.text import visible
 
@@ -109,7 +109,7 @@ def read_calls(value: Any, field: str, turn: int) -> str:
     return _text(found, field)
 
 
-@lru_cache(maxsize=256)
+@short_cache(256)
 def checked_calls(calls: str) -> str:
     """Calls that are JSON text, checked.
 

@@ -10,11 +10,11 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import lru_cache
 from typing import Any, cast
 
 from tandem.data.excerpt import describe, excerpt, names
 from tandem.data.rows import RowProblem
+from tandem.data.short_cache import short_cache
 from tandem.data.thoughts import ENDS, FIELDS, bare, in_content
 from tandem.data.tools import loads, read_calls, read_tools
 from tandem.errors import DataError
@@ -254,7 +254,7 @@ def listed_tools(tools: str | Sequence[Mapping[str, Any]]) -> str:
     return _checked_tools(tools) if isinstance(tools, str) else read_tools(tools)
 
 
-@lru_cache(maxsize=256)
+@short_cache(256)
 def _checked_tools(tools: str) -> str:
     """Rows of a data set often have the same."""
     return read_tools(tools)

@@ -11,9 +11,9 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
+from tandem.data.short_cache import short_cache
 from tandem.message import Message
 
 PROBE = "Qz7probe"
@@ -172,7 +172,7 @@ def _neutral_turn(turn: Message, change: Change) -> Message:
     return Message(turn.role, neutral_text(turn.content), thoughts=thoughts)
 
 
-@lru_cache(maxsize=256)
+@short_cache(256)
 def neutral_tools(tools: str, change: Change = NEUTRAL) -> str:
     """Tools of the same structure with neutral words."""
     return changed_tools(tools, change)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
@@ -32,6 +31,7 @@ from tandem.data.chat.template_text import TemplateText
 from tandem.data.chat.template_trial import cause, require_learnable, tried
 from tandem.data.control import ControlTokens, unescaped
 from tandem.data.excerpt import excerpt
+from tandem.data.short_cache import short_cache
 from tandem.errors import DataError, ModelError, RewrittenError
 from tandem.types import Message
 
@@ -96,8 +96,8 @@ class ChatTemplate:
         self._control = control
         self._tools = self._mark = ""
         self._controls: Callable[[tuple[Message, ...], bool, str], list[int]]
-        self._controls = lru_cache(maxsize=256)(self._controls_of)
-        self._given = lru_cache(maxsize=64)(self._with_tools)
+        self._controls = short_cache(256)(self._controls_of)
+        self._given = short_cache(64)(self._with_tools)
         require_bounded(self.source, self.name, self._advice)
         call = TemplateCall(tokenizer, self.source)
         self._rendered = TemplateText(call)

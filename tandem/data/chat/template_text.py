@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from tandem.data.chat.call_form import CallForm
 from tandem.data.chat.changed_json import as_compared, has_compared
 from tandem.data.chat.template_call import TemplateCall
+from tandem.data.short_cache import short_cache
 from tandem.data.thoughts import NO_THOUGHTS, ThoughtForm
 from tandem.message import Message
 
@@ -50,7 +50,7 @@ class TemplateText:
         self._template = call
         self.frame = AnswerFrame()
         # Both answers of a pair, and all uses of a held-out row, share their prompt.
-        self._rendered = lru_cache(maxsize=64)(self._called)
+        self._rendered = short_cache(64)(self._called)
 
     def __call__(
         self, messages: tuple[Message, ...], prompt: bool, tools: str, form: CallForm | None
