@@ -348,16 +348,16 @@ def _biases(value: Any) -> tuple[str, ...]:
 
 def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
     value = body.get("stop")
-    stops = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise fields.wrong("stop", "be a text or a list of texts", value)
+    stops = [] if value in (None, "") else [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise fields.wrong("stop", "be a text or a list of texts that are not empty", value)
     if len(stops) > _MOST_STOPS or any(len(stop) > 1000 for stop in stops):
         raise ApiError(
             f"stop must list at most {_MOST_STOPS} texts of at most 1000 characters; got "
             f"{len(stops)}, the longest of {max(map(len, stops))}.",
             "stop",
         )
-    return tuple(stop for stop in stops if stop)
+    return tuple(stops)
 
 
 def _stop_ids(body: Mapping[str, Any]) -> frozenset[int]:

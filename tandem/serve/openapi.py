@@ -289,12 +289,13 @@ def _vote(turns: Json, tools: Json) -> Json:
 
 def _sampling() -> Json:
     stop = {"type": "string", "maxLength": 1000}
+    listed = {**stop, "minLength": 1}
     bias = {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,9}$"},
             "additionalProperties": maybe(number(-100, 100))}  # fmt: skip
     options = maybe(object_of({"include_usage": flag()}))
     return {
         "n": maybe(whole_number(1, bodies.MOST_CHOICES)),
-        "stop": maybe({"anyOf": [stop, {"type": "array", "items": stop, "maxItems": 16}]}),
+        "stop": maybe({"anyOf": [stop, {"type": "array", "items": listed, "maxItems": 16}]}),
         "stop_token_ids": maybe(
             {"type": "array", "items": whole_number(0, 2**31 - 1), "maxItems": bodies.MOST_STOP_IDS}
         ),

@@ -35,6 +35,8 @@ WRONG: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, ask(max_tokens=10**9), "messages"),
     (CHAT, ask(seed="one"), "seed"),
     (CHAT, ask(stop=[1]), "stop"),
+    (CHAT, ask(stop=[""]), "stop"),
+    (TEXT, {"prompt": "a", "stop": ["a", ""]}, "stop"),
     (CHAT, ask(stop=["a"] * 99), "stop"),
     (CHAT, ask(logit_bias={"a": 1}), "logit_bias"),
     (CHAT, ask(logit_bias={"1": 101}), "logit_bias"),
