@@ -376,7 +376,7 @@ def test_a_mistyped_run_is_answered_with_the_folder_beside_it(
 def test_a_command_may_be_started_with_its_standard_streams_closed(tmp_path: Path) -> None:
     told = tmp_path / "told"
     code = f"""
-import os, sys
+import os, sys, types
 from tandem import __main__ as command
 def look():
     print("said")
@@ -385,8 +385,7 @@ def look():
     seen = [sys.stdin.read(), sys.stdin.isatty(), [stream.fileno() for stream in streams]]
     open({str(told)!r}, "w").write(repr(seen))
     return 0
-import tandem.cli
-tandem.cli.main = look
+sys.modules["tandem.cli"] = types.SimpleNamespace(main=look)  # its imports may open files
 sys.exit(command.main())
 """
     shell = 'exec "$0" -c "$1" <&- >&- 2>&-'

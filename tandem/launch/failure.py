@@ -67,9 +67,11 @@ def place_of(error: OSError) -> str:
     if error.filename:
         return str(error.filename)
     try:
-        print(end="", flush=True)
-    except OSError:
-        return "standard output"
+        # Python 3.14 forgets what it could not write, so that there must be something to write.
+        print(end="" if sys.stdout.isatty() else "\n", flush=True)
+    except OSError as found:
+        if found.errno == error.errno:
+            return "standard output"
     try:
         os.getcwd()
     except OSError:
