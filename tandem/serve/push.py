@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,10 +118,16 @@ def files_of(folder: Path) -> list[Upload]:
 
 
 def notes(folder: Path) -> list[str]:
-    """What others will miss in the folder."""
+    """What others will miss in the folder, and what they will read of this machine."""
     found = []
     if not (folder / "README.md").is_file():
         found.append("note: the folder has no README.md (a model card)")
+    for card in sorted(folder.rglob("README.md")):
+        if paths := _paths_here(card.read_text("utf-8", "replace")):
+            found.append(
+                f"note: {card.relative_to(folder)} names paths of this machine, which others will "
+                f"read: {visible(', '.join(paths))}; edit it before you upload, if they should not"
+            )
     for config in sorted(folder.rglob("adapter_config.json")):
         base = str(json.loads(config.read_text("utf-8")).get("base_model_name_or_path", ""))
         if Path(base).is_absolute():
@@ -129,6 +136,12 @@ def notes(folder: Path) -> list[str]:
                 f"{visible(base)}; write its hub name there, or others cannot load the adapter"
             )
     return found
+
+
+def _paths_here(text: str) -> list[str]:
+    """The absolute paths in a text that are there on this machine, each once."""
+    words = re.findall(r"(?<![^\s`\"'=])/[^\s`\"',|]+", text)
+    return [word for word in dict.fromkeys(words) if os.path.lexists(word)]
 
 
 def _folder_of(model: str, *, adapter: bool) -> Path:

@@ -163,6 +163,24 @@ def test_an_adapter_alone_and_a_listing(
     assert not hub.files
 
 
+def test_paths_of_this_machine_in_a_card_are_named(
+    hub: Hub, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, gone = folder.parent / "base", folder.parent / "gone"
+    base.mkdir()
+    (folder / "README.md").write_text(
+        f"Trained from `{base}` and {base}, by\n```\ntandem sft --data={folder} "
+        f"--output-dir {gone} https://x{base}\n```\n",
+        "utf-8",
+    )
+    assert main(["push", str(folder), "you/model", "--dry-run"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "README.md names" in line]
+    assert line == (
+        "note: README.md names paths of this machine, which others will read: "
+        f"{base}, {folder}; edit it before you upload, if they should not"
+    )
+
+
 def test_what_is_wrong_is_one_line(
     hub: Hub,
     folder: Path,
