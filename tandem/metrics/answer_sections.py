@@ -147,7 +147,7 @@ def _histograms(line: Row, ends: Sequence[Row]) -> list[Row]:
             )
     if (advantages := recorded_advantages(line)) is not None:
         title, count = f"Advantages, step {step}", sum(advantages[2])
-        svg = histogram_chart("Advantages", "reward units", *advantages)
+        svg = histogram_chart("Advantages", "as the update reads them", *advantages)
         figures.append({"title": title, "told": f"{count} tokens", "svg": svg})
     return figures
 

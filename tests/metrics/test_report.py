@@ -362,6 +362,8 @@ def test_recorded_answers_are_shown_over_training(run):
         "PPO Followed? step 0 0 say 0 step 4 2 say 4 step 8 4 say 8",
     ):
         assert shown in page.text, shown
+    assert page.text.count("as the update reads them") == 2  # whitened: no reward units
+    assert "reward units" not in page.text.partition("Distributions")[2].partition("Followed?")[0]
     charts = [v for t, name, v in page.attributes if (t, name) == ("svg", "aria-label")]
     assert charts.count("Reward against KL") == 1
     assert charts.count("Length of answers") == 2  # of the first and the last step alone

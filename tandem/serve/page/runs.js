@@ -11,7 +11,7 @@ const FIRST = {
   pairs: ["loss", "heldout_loss", "accuracy", "heldout_accuracy", "margin", "heldout_margin"],
   supervised: ["loss", "heldout_loss", "heldout_perplexity", "grad_norm"],
 };
-const ANSWERS = { reward: ["Rewards", "reward"], length: ["Lengths", "tokens"], kl: ["KL of answers", "nats"], advantage: ["Advantages", "reward units"] };
+const ANSWERS = { reward: ["Rewards", "reward"], length: ["Lengths", "tokens"], kl: ["KL of answers", "nats"], advantage: ["Advantages", "as the update reads them"] };
 
 /** The run to show first: the one named, else the latest. */
 export function pickRun(list, wanted) {
