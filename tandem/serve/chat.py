@@ -51,9 +51,10 @@ HELP = """\
 /save FILE       append the conversation as a row of training data (JSONL, `messages`)
 /quit            quit (or Ctrl-D; Ctrl-C stops an answer)"""
 
-
 _MOST_ANSWERS = 8
 """To one message: as `max_turns` in training, by default."""
+_ROWS = (".jsonl", ".ndjson")
+"""Endings of files that training reads row by row; one of .txt is plain text to it."""
 
 
 @dataclass
@@ -380,7 +381,7 @@ def _set(talk: Conversation, words: Sequence[str]) -> str:
 
 
 def _save(talk: Conversation, file: str) -> str:
-    if not file:
+    if not file.endswith(_ROWS):
         return "write e.g. /save good_chats.jsonl\n"
     if not talk.turns:  # a row that training refuses
         return "there is nothing to save.\n"

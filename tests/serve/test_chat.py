@@ -104,6 +104,16 @@ def test_every_command_of_the_chat_answers(model: str, tmp_path: Path) -> None:
     assert [m["role"] for m in row["messages"]] == ["system", "user", "assistant"]
 
 
+def test_a_conversation_is_saved_under_endings_that_training_reads_as_rows(
+    model: str, tmp_path: Path
+) -> None:
+    for name in ("chat.txt", "chat", "chat.csv"):
+        out = talk(model, "hello", f"/save {tmp_path / name}")
+        assert "write e.g. /save good_chats.jsonl" in out
+        assert not (tmp_path / name).exists()
+    assert "saved 2 turns" in talk(model, "hello", f"/save {tmp_path / 'chat.ndjson'}")
+
+
 def test_a_conversation_without_turns_is_not_saved(model: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     assert "there is nothing to save." in talk(model, "/system be brief", f"/save {file}")
