@@ -24,6 +24,8 @@ from tandem.data.reading.sources import DataSpec
 from tandem.data.split import SHARES, Place, Split, copies, first_of, share_of
 from tandem.types import Sample
 
+NO_REJECTED = "no rejected answer"
+"""Why a row with one answer is no pair, as the ledger says it."""
 _NUMBERS = {share: number for number, share in enumerate(SHARES, start=1)}
 
 
@@ -218,5 +220,5 @@ def _unfit(
     if place in ("texts", "pairs") and sample.chosen is None:
         return f"no answer to learn, {share}"
     if place == "pairs" and sample.rejected is None:
-        return f"no rejected answer, {share}"
+        return f"{NO_REJECTED}, {share}"
     return ""

@@ -7,6 +7,7 @@ import re
 from difflib import get_close_matches
 
 from tandem.config.stages import Share
+from tandem.data.assign import NO_REJECTED
 from tandem.data.grades import ALONE
 from tandem.data.ledger import DatasetLedger, Ledger
 from tandem.data.shapes.answer_lists import LISTS
@@ -62,7 +63,20 @@ def why_none(ledger: Ledger, share: Share, *, labelled: bool = False) -> list[st
             found.append(_half_a_pair(account, rejected))
         elif labelled and any(reason.startswith(ALONE) for reason in account.unused):
             found.append(_graded_alone(account))
+        elif share == "pairs" and any(r.startswith(NO_REJECTED) for r in account.unused):
+            found.append(_single_answers(account, labelled))
     return found
+
+
+def _single_answers(account: DatasetLedger, labelled: bool) -> str:
+    number = sum(n for reason, n in account.unused.items() if reason.startswith(NO_REJECTED))
+    wanted = "chosen and rejected, two answers to one prompt"
+    if labelled:
+        wanted = f"a label, true or false, beside them, or {wanted}"
+    return (
+        f"{counted(number, 'row')} of {visible(account.name)} have one answer each, which "
+        f"tandem sft learns. Give {wanted}"
+    )
 
 
 def _graded_alone(account: DatasetLedger) -> str:

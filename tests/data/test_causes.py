@@ -101,9 +101,24 @@ def test_chosen_answers_alone_name_a_mistyped_column_of_rejected_ones(
     mapped = load_data(DataConfig(), [f"{file}::{map_}"], seed=1)
     samples = [*mapped.texts, *mapped.pairs, *mapped.prompts, *mapped.heldout]
     assert [each.rejected for each in samples if each.rejected] == ["c", "c"]
-    alone = [{"prompt": "a", "chosen": "b", "reference": "c", "id": "7"}, {**row, "rejected": "d"}]
-    assert why_none(ledger_of(file, alone[:1]), "pairs") == []
-    assert why_none(ledger_of(file, alone), "pairs") == []
+    pair = {**row, "rejected": "d"}
+    assert why_none(ledger_of(file, [pair, pair]), "pairs") == []
+
+
+def test_single_answers_are_told_what_makes_a_pair(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    rows = [{"prompt": f"{n}?", "chosen": "b", "reference": "c"} for n in range(20)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(split=(0, 4, 0), heldout=0)
+    ledger = load_data(config, [str(file)], seed=1, stages=["dpo"]).ledger
+    (told,) = why_none(ledger, "pairs")
+    assert told == (
+        "20 rows of a have one answer each, which tandem sft learns. Give chosen and rejected, two "
+        "answers to one prompt"
+    )
+    (told,) = why_none(ledger, "pairs", labelled=True)
+    assert "Give a label, true or false, beside them, or chosen and rejected" in told
+    assert why_none(ledger, "texts") == why_none(ledger, "prompts") == []
 
 
 @pytest.mark.parametrize(
