@@ -247,6 +247,23 @@ def test_every_rank_knows_what_was_written(
     assert on_ranks(2, counted) == [first, first], "finished before"
 
 
+def test_ranks_with_other_flags_write_nothing(
+    tiny_model: str, prompts: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "mixed.jsonl"
+    words = [tiny_model, "--data", str(prompts), "--output", str(output), "--max-new-tokens"]
+
+    def refused(world: World) -> str:
+        with pytest.raises(ConfigError) as raised:
+            sample(parse_sample_flags([*words, str(4 + world.rank)]), world)
+        return str(raised.value)
+
+    first, other = on_ranks(2, refused)
+    assert first == other
+    assert "got sampling.max_new_tokens 4 on " in first
+    assert not output.exists()
+
+
 class KillError(Exception):
     """Stands for a kill."""
 

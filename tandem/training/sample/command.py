@@ -44,6 +44,7 @@ from tandem.parallel.watchdog import note
 from tandem.parallel.world import World, launched
 from tandem.rewards.scoring import RewardFunctions
 from tandem.text import ignore_line, visible
+from tandem.training.checks.agreement import require_one_configuration
 from tandem.training.checks.conversation_trial import check_environment
 from tandem.training.checks.left_out import left_out_lines
 from tandem.training.checks.preflight import answers_too_long, columns_problems
@@ -93,6 +94,7 @@ def sample(
     """
     keep_freed_memory()
     world = world or launched(settings.config.parallel, resolve_device(settings.config.device))
+    require_one_configuration(settings.config, world)
     say = print_line if world.is_first else ignore_line
     with StopSignals(say, "the prompts that it is answering") as stops:
         rows = _prompts(settings.config, world, say)
