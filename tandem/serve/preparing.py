@@ -47,6 +47,7 @@ async def prepare_chat(
     wish: Wish = NO_WISH,
     variables: tuple[tuple[str, str], ...] = (),
     most: int | None = None,
+    answers: int = 1,
 ) -> Prepared:
     """A conversation as ids, up to where the assistant begins.
 
@@ -56,6 +57,7 @@ async def prepare_chat(
         wish: the form that answers must have.
         variables: of the chat template, that are set.
         most: tokens; a prompt that surely has more is refused before it is tokenized.
+        answers: of the request, for which there is room.
     Raises:
         ApiError: the template or the tokenizer refuses it, or shows no tools, or the form cannot
             be followed.
@@ -93,7 +95,7 @@ async def prepare_chat(
         renderer = loaded.rendering(variables)
         return constraint_of(renderer, wish, ids[:end], tools=tools, begun=ids[end:])
 
-    return replace(prepared, constraint=await service.in_form_thread(formed))
+    return replace(prepared, constraint=await service.in_form_thread(formed, answers))
 
 
 def _begun(renderer: Renderer, messages: Sequence[Message]) -> Prepared:
@@ -149,12 +151,13 @@ async def prepare_text(
     wish: Wish = NO_WISH,
     *,
     most: int | None = None,
+    answers: int = 1,
 ) -> Prepared:
     """A text or ids, as they are.
 
     Args:
         wish: the form that what follows must have.
-        most: as for `prepare_chat`.
+        most, answers: as for `prepare_chat`.
     Raises:
         ApiError: the tokenizer refuses the text, the model does not have a token, or the form
             cannot be followed.
@@ -189,7 +192,7 @@ async def prepare_text(
         """In another thread: large schemas take seconds."""
         return constraint_of(loaded.renderer, wish, prepared.token_ids, is_chat=False)
 
-    return replace(prepared, constraint=await service.in_form_thread(formed))
+    return replace(prepared, constraint=await service.in_form_thread(formed, answers))
 
 
 def check_limits(

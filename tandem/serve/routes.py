@@ -105,6 +105,7 @@ class Api:
                 wish=wanted.wish,
                 variables=wanted.variables,
                 most=self._service.engine.context_of(loaded),
+                answers=wanted.n,
             )
             prompts = [await unless_gone(request.receive, work)]
             answering = self._answering(loaded, prompts, wanted, "messages", is_chat=True)
@@ -115,15 +116,15 @@ class Api:
         texts, wanted = read_completion(body)
         self._service.source_of(wanted.model)
         with ExitStack() as stack:
-            stack.enter_context(self._service.room(wanted.n * len(texts)))
+            answers = wanted.n * len(texts)
+            stack.enter_context(self._service.room(answers))
             loaded = await self._service.policy(wanted.model)
             most, wish = self._service.engine.context_of(loaded), wanted.wish
 
             async def prepared() -> list[Prepared]:
                 service = self._service
-                return [
-                    await prepare_text(service, loaded, text, wish, most=most) for text in texts
-                ]
+                how: dict[str, Any] = {"most": most, "answers": answers}
+                return [await prepare_text(service, loaded, text, wish, **how) for text in texts]
 
             prompts = await unless_gone(request.receive, prepared())
             answering = self._answering(loaded, prompts, wanted, "prompt", is_chat=False)
@@ -318,7 +319,10 @@ class Api:
         blocks: dict[str, float] = dict(service.engine.free_blocks())
         prefixes = service.engine.prefix_tokens()
         gauges: dict[str, tuple[str, Mapping[str, float]]] = {
-            "answers_outstanding": ("Answers that run or wait.", {"": service.outstanding}),
+            "answers_outstanding": (
+                "Answers that run or wait.",
+                {"": service.outstanding + service.forming},
+            ),
             "answers_in_engine": ("Answers the engine holds.", {"": service.engine.num_running}),
             "slots": ("Most answers of a model side by side.", {"": service.settings.slots}),
             "kv_blocks_free": ("Free blocks of KV memory, 16 tokens each.", blocks),

@@ -128,7 +128,7 @@ class Service:
         )
         self.counters = Counters()
         self.started = time.time()
-        self.outstanding = 0
+        self.outstanding = self.forming = 0
         self._slots: dict[str, _Slot] = {}
         self._mailbox: Mailbox | None = None
         self._loader = ThreadPoolExecutor(1, "tandem-load")
@@ -253,12 +253,23 @@ class Service:
         """Run tokenizer work off the event loop; one at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._text, work)
 
-    async def in_form_thread(self, work: Callable[[], T]) -> T:
+    async def in_form_thread(self, work: Callable[[], T], answers: int) -> T:
         """Make what keeps answers in a form, one at a time; requests without one go on.
 
+        Args:
+            answers: of the request, in `room`: until the form is made they take none from others.
         Raises:
-            ApiError: other forms have taken too long.
+            ApiError: other forms have taken too long, or as many as there is room for wait.
         """
+        if self.forming + answers > self._most:
+            raise self._busy(f"{self.forming} answers wait for their forms", retry_after=5)
+        self.outstanding, self.forming = self.outstanding - answers, self.forming + answers
+        try:
+            return await self._formed(work)
+        finally:
+            self.outstanding, self.forming = self.outstanding + answers, self.forming - answers
+
+    async def _formed(self, work: Callable[[], T]) -> T:
         waiting = self._forms.submit(work)
         made = asyncio.wrap_future(waiting)
         try:
@@ -282,7 +293,7 @@ class Service:
         Raises:
             ApiError: there is no room for them now, or never.
         """
-        most = self.settings.slots + self.settings.max_queue
+        most = self._most
         if answers > most:
             raise ApiError(f"a request must ask for at most {most} answers; got {answers}.", "n")
         if self.outstanding + answers > most:
@@ -295,6 +306,11 @@ class Service:
             yield
         finally:
             self.outstanding -= answers
+
+    @property
+    def _most(self) -> int:
+        """Answers that may run or wait."""
+        return self.settings.slots + self.settings.max_queue
 
     def _busy(self, why: str, *, retry_after: int) -> ApiError:
         """The error of a request that is refused for now."""

@@ -132,7 +132,11 @@ class Running:
             for running in list(engine._running.values())
             if running.talk._session is not None
         )
-        return free and engine.num_running == 0 and self.service.outstanding == 0
+        return (
+            free
+            and engine.num_running == 0
+            and self.service.outstanding == self.service.forming == 0
+        )
 
 
 def events(text: str) -> list[dict[str, Any]]:

@@ -139,11 +139,11 @@ def test_a_client_that_leaves_while_its_form_is_made_leaves_nothing(
     first = sent(HELD)
     until(lambda: held.begun == [HELD])
     second = sent("queued")
-    until(lambda: server.service.outstanding == 4)
+    until(lambda: server.service.forming == 4)
     second.close()
-    until(lambda: server.service.outstanding == 2)
+    until(lambda: server.service.forming == 2)
     first.close()
-    until(lambda: server.service.outstanding == 0)
+    until(lambda: server.service.forming == server.service.outstanding == 0)
     assert server.service.engine.num_running == 0
     held.go.set()
     assert body(server, regex="ab") == "ab"
@@ -170,6 +170,27 @@ def test_who_waits_too_long_for_others_forms_is_told_to_come_back(
     monkeypatch.undo()
     assert body(server, regex="ab") == "ab"
     until(server.is_free)
+
+
+def test_who_waits_for_a_form_takes_no_room_from_others(
+    served_run: Path, tmp_path: Path, held: Held
+) -> None:
+    """But there is an end to how many may wait."""
+    few = Running(served_run, slots=1, max_queue=1, votes=str(tmp_path / "votes.jsonl"))
+    with closing(few.send(ask(regex=HELD, max_tokens=30))) as first:
+        until(lambda: held.begun == [HELD])
+        with closing(few.send(ask(regex="queued", max_tokens=30))) as second:
+            until(lambda: few.service.forming == 2)
+            assert read(few, n=2)[0] == 200  # without a form
+            status, found = read(few, regex="ab")
+            assert status == 429
+            assert "2 answers wait for their forms" in found["error"]["message"]
+            held.go.set()
+            for waiting in (first, second):
+                answer = b"".join(iter(lambda s=waiting: s.recv(4000), b"")).decode()
+                assert json.loads(answer.partition("\r\n\r\n")[2])["choices"]
+    until(few.is_free)
+    few.close()
 
 
 def test_a_form_that_could_not_be_tried_is_asked_again(
