@@ -200,7 +200,8 @@ def _form(schema: str, pattern: str) -> AnswerForm | None:
         form = AnswerForm.of_json(_schema(schema)) if schema else AnswerForm.of_regex(pattern)
         return form.check()
     except FormError as error:
-        raise FormError(f"{knob} must {error}") from None
+        advice = ". Change it: docs/answer_forms.md has the limits" if error.found else ""
+        raise FormError(f"{knob} must {error}{advice}") from None
 
 
 def _schema(value: str) -> Any:

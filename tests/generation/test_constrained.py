@@ -351,6 +351,7 @@ def test_what_is_asked_for_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(GenerationError, match=re.escape(said)) as caught:
             answers(SamplingConfig(**knobs))
         assert "\n" not in str(caught.value)
+        assert str(caught.value).endswith("docs/answer_forms.md has the limits.")
     words = Renderer(folding())
     with pytest.raises(GenerationError, match="a tokenizer that can write any byte"):
         Constrainer(words)
