@@ -9,6 +9,7 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -274,7 +275,8 @@ def _local(path: str) -> Path:
     """`path` on this machine; DataError if no file can have that name."""
     try:
         local = Path(path).expanduser()
-        local.exists()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            local.stat()  # `exists` says nothing of other errors from Python 3.14 on
     except (RuntimeError, OSError, ValueError) as error:
         cause = getattr(error, "strerror", None) or error
         raise DataError(
