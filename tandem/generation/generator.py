@@ -74,13 +74,13 @@ def generate(
             their positions here if None. Two equal numbers draw with the same randomness.
         batch_size: most answers side by side, if `rows_together` allows them; when one ends,
             another comes in.
-        kv_blocks: blocks of 16 tokens of KV memory; None: as needed, or as there is room for.
+        kv_blocks: blocks of KV memory, of 16 tokens each; None takes what is needed, or what there
+            is room for. With fewer, answers wait.
         share_prompts: compute shared prefixes of prompts and samples once, in memory they share.
         refill: free rows that are worth letting others in; None takes an eighth of batch_size.
         prefill_tokens: most tokens of prompts that are run at once; a longer one runs in parts.
         chunk_tokens: most tokens of prompts run between two tokens of live answers; None: any.
-        agreed_blocks: what to make of the blocks that there is room for, where several ranks run
-            the same answers and must let them in in the same order.
+        agreed_blocks: the blocks that several ranks with the same answers use, by this one's.
         by_hugging_face: through Hugging Face's `generate`, whatever the family: to compare.
         following: names prompts to answer after these, while answers end; their numbers count on.
             Only for families that `decodes` knows, and without a `keeper` of tokens' states.
