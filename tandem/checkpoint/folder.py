@@ -212,11 +212,16 @@ def together(do: Callable[[], object], folder: Path, world: World) -> None:
 def unwritable(folder: Path, error: OSError, world: World) -> CheckpointError:
     """The error for an OSError while writing `folder`."""
     free = shutil.disk_usage(existing(folder)).free
-    where = f"{folder} on {socket.gethostname()}" if len(world.folders) > 1 else str(folder)
     return CheckpointError(
-        f"{where} must be writable; got: {error.strerror or error} ({free:,} bytes free). "
-        "Free some space or choose another --output-dir; what was saved before is intact."
+        f"{_where(folder, world)} must be writable; got: {error.strerror or error} "
+        f"({free:,} bytes free). Free some space or choose another --output-dir; what was "
+        "saved before is intact."
     )
+
+
+def _where(folder: Path, world: World) -> str:
+    """A folder in a message, with its node where there are others like it."""
+    return f"{folder} on {socket.gethostname()}" if len(world.folders) > 1 else str(folder)
 
 
 def require_space(folder: Path, num_bytes: int, world: World) -> None:
@@ -232,8 +237,9 @@ def require_space(folder: Path, num_bytes: int, world: World) -> None:
         free = shutil.disk_usage(existing(folder)).free
         if num_bytes > free:
             raise CheckpointError(
-                f"{folder} must have room for {num_bytes:,} bytes; got {free:,} bytes free. Free "
-                "some space or choose another --output-dir; what was saved before is intact."
+                f"{_where(folder, world)} must have room for {num_bytes:,} bytes; got {free:,} "
+                "bytes free. Free some space or choose another --output-dir; what was saved "
+                "before is intact."
             )
 
     together(check if world.is_keeper else lambda: None, folder, world)

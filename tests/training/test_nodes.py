@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tandem.checkpoint.folder import CARD, MANIFEST, copy_folder, write_folder
+from tandem.checkpoint.folder import CARD, MANIFEST, copy_folder, require_space, write_folder
 from tandem.checkpoint.sharing import described, find_folders
 from tandem.config.schema import RunConfig
 from tandem.errors import ConfigError, TandemError
@@ -289,6 +289,21 @@ def test_a_folder_that_a_rank_cannot_write_is_said_at_once(tmp_path: Path) -> No
     for said in on_ranks(2, unwritable, tmp_path):
         assert said.startswith(f"--output-dir must be a folder that can be written; got {tmp_path}")
         assert "Not a directory" in said
+
+
+def with_room(world: World, folder: Path) -> str:
+    """What is said where the second of two nodes lacks room."""
+    try:
+        require_space(folder, 10**18 * world.rank, replace(world, keepers=(0, 1)))
+    except TandemError as error:
+        return str(error)
+    return ""
+
+
+def test_a_full_disk_is_named_with_its_node(tmp_path: Path) -> None:
+    said = on_ranks(2, with_room, tmp_path)
+    assert said[0] == said[1]
+    assert said[0].startswith(f"{tmp_path} on {socket.gethostname()} must have room for 1,000,000")
 
 
 def test_one_file_system_is_nothing_to_speak_of(tmp_path: Path) -> None:
