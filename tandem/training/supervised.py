@@ -37,6 +37,7 @@ from tandem.errors import DataError
 from tandem.metrics.timing import Phases
 from tandem.models.load import check_vocabulary
 from tandem.parallel.scaling import LossScaler
+from tandem.parallel.tensor import tensor_group
 from tandem.training.operations import batch_flops
 from tandem.training.run_folder import Run
 from tandem.training.saving import save_policy
@@ -99,7 +100,7 @@ def policy_to_train(
     source = run.policy_source(stage)
     model = run.placement.policy(source, trained=True, keeps_start=keeps_start, tokens=tokens)
     check_vocabulary(model, rows.tokenizer)
-    check_policy(model)
+    check_policy(model, tensor_group(run.world, run.settings.parallel.inference_tp_size))
     return model
 
 
