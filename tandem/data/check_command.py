@@ -113,7 +113,7 @@ def _data_parser() -> Parser:
     parser.flag("--tokenizer PATH", tokenizer, shown="none")
     measured = "Rows whose tokens are counted, evenly spaced, besides the longest; 0: all."
     parser.flag("--measured N", measured, _MEASURED)
-    template = "tokenizer (its own), a Jinja file, a folder with one, default or none."
+    template = "tokenizer (its own), a Jinja file, a folder with one, default, chatml or none."
     parser.flag("--chat-template FILE", template, TOKENIZERS_OWN, type=home_path)
     parser.flag("--max-tokens N", "The run's limit of a sequence.", 512)
     parser.flag("--max-prompt-tokens N", "The run's limit of a prompt.", 256)
