@@ -232,13 +232,13 @@ def test_two_runs_are_overlaid_in_every_chart(page: Any, run: Path, tmp_path: Pa
         page.goto(f"{address}#/runs")
         chart = page.locator("figure", has_text="Held-out reward").first
         chart.locator("svg.chart").wait_for()
-        write_jsonl_one = chart.locator("path").count()
-        assert write_jsonl_one > 0
+        lines_of_one = chart.locator("path").count()
+        assert lines_of_one > 0
         page.get_by_role("checkbox", name="second").check()
         chart.get_by_text("second").wait_for()
         legend = chart.locator(".legend").all_inner_texts()
         assert all(name in " ".join(legend) for name in ("first", "second"))
-        assert chart.locator("path").count() == 2 * write_jsonl_one
+        assert chart.locator("path").count() == 2 * lines_of_one
         ends = [
             float(text) for text in re.findall(r"(?:first|second)\D*([\d.]+)", " ".join(legend))
         ]
