@@ -191,6 +191,8 @@ def _prepared(
     prompts: list[PromptRow] = []
     if "prompts" in shares:
         prompts = as_prompts(data.prompts, use="prompts")
+        if shuffle:
+            prompts = shuffled(prompts, config.seed)
     elif "reward model" in readers:  # prompts to normalize the scores on: PPO's, or the pairs' own
         some = shuffled(data.prompts or data.pairs, config.seed)
         measured = partial(as_prompts, use=None, room=prompt_room)
@@ -219,7 +221,7 @@ def _prepared(
         heldout_labelled=few("labelled answers", render.labelled(heldout, renderer, None, room))
         if "labels" in readers
         else [],
-        prompts=shuffled(prompts, config.seed) if shuffle else prompts,
+        prompts=prompts,
         heldout_prompts=shuffled(as_prompts(data.heldout, use=None, room=prompt_room), config.seed),
         ptx=render.texts(ptx.texts, renderer, "ptx"),
         heldout_ptx=few("mixed texts", render.texts(ptx.heldout, renderer, None, room)),

@@ -273,5 +273,7 @@ def test_a_reward_model_alone_renders_the_prompts_that_it_is_normalized_on(
     assert 16 < len(rendered) < 100, "about half of them are too long"
     assert set(some) <= set(rendered)
     assert max(source.line for source in some) > 100, "not the file's first"
-    assert len(prompts(10_000)) == 150, "all that fit"
+    every = prompts(10_000)
+    assert len(every) == 150, "all that fit"
     assert len(rendered) == 300
+    assert some == every[:16], "the first of them, whose numbers key the answers' randomness"
