@@ -139,8 +139,9 @@ def notes(folder: Path) -> list[str]:
 
 
 def _paths_here(text: str) -> list[str]:
-    """The absolute paths in a text that are there on this machine, each once."""
-    words = re.findall(r"(?<![^\s`\"'=])/[^\s`\"',|]+", text)
+    """The absolute paths in a text that are there on this machine, each once; of file.py:function
+    and of data with a part or a column map the file."""
+    words = re.findall(r"(?<![^\s`\"'=])/[^\s`\"',|:;@?]+", text)
     return [word for word in dict.fromkeys(words) if os.path.lexists(word)]
 
 

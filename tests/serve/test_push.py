@@ -168,16 +168,20 @@ def test_paths_of_this_machine_in_a_card_are_named(
 ) -> None:
     base, gone = folder.parent / "base", folder.parent / "gone"
     base.mkdir()
+    rewards, data = folder.parent / "rewards.py", folder.parent / "data.jsonl"
+    rewards.touch()
+    data.touch()
     (folder / "README.md").write_text(
         f"Trained from `{base}` and {base}, by\n```\ntandem sft --data={folder} "
-        f"--output-dir {gone} https://x{base}\n```\n",
+        f"--output-dir {gone} https://x{base} --eval-data {data}::prompt=q\n```\n"
+        f"| d: 1 of 2 rows; rewarded by {rewards}:short; taught by {folder}; by {rewards}:long |\n",
         "utf-8",
     )
     assert main(["push", str(folder), "you/model", "--dry-run"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "README.md names" in line]
     assert line == (
         "note: README.md names paths of this machine, which others will read: "
-        f"{base}, {folder}; edit it before you upload, if they should not"
+        f"{base}, {folder}, {data}, {rewards}; edit it before you upload, if they should not"
     )
 
 
