@@ -162,11 +162,12 @@ def join(device: torch.device, *, ranks_per_node: int = 0, timeout_minutes: floa
         torch.cuda.set_device(device)
     if size == 1:
         return World(device=device)
-    local = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
-    if size % local:
+    here = str(ranks_per_node or os.environ.get("LOCAL_WORLD_SIZE") or size)
+    local = int(here) if here.isdecimal() else 0
+    if not local or size % local:
         raise ConfigError(
-            f"parallel.ranks_per_node must divide the ranks; got {local} of {size}. Use as many "
-            "ranks on every node."
+            "parallel.ranks_per_node, or the launcher's LOCAL_WORLD_SIZE, must divide the ranks; "
+            f"got {visible(here)} of {size}. Use as many ranks on every node."
         )
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -51,10 +51,21 @@ def test_a_world_of_one_needs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
         assert join(CPU).size == 1
 
 
+@pytest.mark.parametrize("here", ["0", "two", "3"])
+def test_ranks_of_a_node_that_are_no_part_of_all_are_one_line(
+    here: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in zip(NAMES, ("2", "0", "127.0.0.1", "29500", here), strict=True):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"must divide the ranks; got {here} of 2"):
+        join(CPU)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_nobody_meets_says_where(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
-    for name, value in zip(NAMES, ("2", str(rank), "127.0.0.1", str(port)), strict=False):
+    # A batch script may export the last one from a variable that is not set.
+    for name, value in zip(NAMES, ("2", str(rank), "127.0.0.1", str(port), ""), strict=True):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as raised:
         join(CPU, timeout_minutes=0.02)
