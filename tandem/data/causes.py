@@ -133,7 +133,7 @@ def _mistyped_rejected(account: DatasetLedger) -> str:
     if any(shape.partition(" with ")[0] != "preference" for shape in account.shapes):
         return ""
     names = [name for name, count in account.unread.items() if count == account.shapes.total()]
-    near = get_close_matches("rejected", names, n=1)
+    near = get_close_matches("rejected", names, n=1, cutoff=0.8)  # not created, not selected
     return "".join(near or [name for name in names if _is_like(name, _BAD)][:1])
 
 

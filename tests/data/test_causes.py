@@ -105,6 +105,15 @@ def test_chosen_answers_alone_name_a_mistyped_column_of_rejected_ones(
     assert why_none(ledger_of(file, [pair, pair]), "pairs") == []
 
 
+@pytest.mark.parametrize("column", ["created", "selected", "reviewed", "corrected"])
+def test_a_column_of_another_word_is_no_mistyped_one_of_rejected_answers(
+    column: str, tmp_path: Path
+) -> None:
+    row = {"prompt": "a", "chosen": "b", column: "2024"}
+    told = why_none(ledger_of(tmp_path / "a.jsonl", [row, row]), "pairs")
+    assert column not in "".join(told)
+
+
 def test_single_answers_are_told_what_makes_a_pair(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     rows = [{"prompt": f"{n}?", "chosen": "b", "reference": "c"} for n in range(20)]
