@@ -41,6 +41,12 @@ _NOT_COMPARED = (
 )
 
 
+_READ_EXACTLY = (
+    "note: where the run had several ranks they gathered weights as int8 "
+    "(parallel.zero_quantized_weights); one rank has them exactly, so its numbers are others"
+)
+
+
 def replay(folder: str, step: int, *, stage: str = "", rows: int = 3) -> int:
     """Repeat a step and print its metrics and tokens; 0 if the metrics are as recorded, else 1.
 
@@ -73,6 +79,8 @@ def replay(folder: str, step: int, *, stage: str = "", rows: int = 3) -> int:
         console = Console(width=_WIDTH)
     console.print(f"{stages[0]} step {step}, again", style="bold")
     is_same = _show_metrics(console, reached, recorded.get(stages[0]))
+    if not is_same and config.parallel.zero_quantized_weights:
+        console.print(_READ_EXACTLY, highlight=False)
     reads_pairs = stage_of(stages[0]).leaves == "reward model"
     tokenizer = data.reward_tokenizer if reads_pairs else data.tokenizer
     _show_rows(console, reached, TokenPieces(tokenizer), rows)

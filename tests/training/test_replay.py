@@ -95,6 +95,29 @@ def test_a_record_that_differs_is_shown(
     assert line.split() == ["kl_coef", "0.05", "0.06", "!"]
 
 
+def test_a_difference_that_int8_weights_explain_is_explained(
+    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    config, metrics = run / "config.yaml", run / "metrics.jsonl"
+    text = config.read_text(encoding="utf-8")
+    assert "zero_quantized_weights: false" in text
+    config.write_text(
+        text.replace("zero_quantized_weights: false", "zero_quantized_weights: true").replace(
+            "actor_zero_stage: 0", "actor_zero_stage: 1"
+        ),
+        encoding="utf-8",
+    )
+    assert replay(str(run), 2, rows=0) == 0
+    assert "int8" not in capsys.readouterr().out, "nothing differs"
+    text = metrics.read_text(encoding="utf-8")
+    metrics.write_text(text.replace('"kl_coef": 0.05', '"kl_coef": 0.06'), encoding="utf-8")
+    assert replay(str(run), 2, rows=0) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "they gathered weights as int8 (parallel.zero_quantized_weights); one rank" in said
+
+
 def test_a_number_that_does_not_come_again_is_a_difference(
     stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
