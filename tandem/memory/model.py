@@ -23,7 +23,7 @@ from typing import Literal
 from tandem.config.dataset import CONTROL
 from tandem.config.engine import EngineSettings
 from tandem.config.lora import TrainedRole
-from tandem.config.parallel import OptimizerStates, Recompute
+from tandem.config.parallel import OptimizerStates, ParallelConfig, Recompute
 from tandem.memory.dimensions import Shape
 
 FrozenKind = Literal["", "int8", "nf4"]
@@ -59,7 +59,8 @@ class Layout:
     optimizer_states: how AdamW's moments are kept. offload_gradients: they are summed on the host
     if its optimizer is there. recompute: what checkpointing recomputes. offload_share: of the
     optimizer's states that are on the host. lora_drops: adapters have dropout. token_rows: tokens
-    whose rows are trained beside adapters.
+    whose rows are trained beside adapters. feedback: ranks among which the rounding errors of int4
+    gradients are split, 0 where none are kept.
     """
 
     ranks: int = 1
@@ -82,6 +83,7 @@ class Layout:
     recompute: Recompute = "layers"
     lora_drops: bool = False
     token_rows: int = 0
+    feedback: int = 0
 
     @property
     def is_split(self) -> bool:
@@ -160,7 +162,17 @@ def layout_of(
         offload_share=parallel.offload_share,
         lora_drops=lora.dropout > 0,
         token_rows=sum(_CONTROL_TOKENS if name == CONTROL else 1 for name in tokens),
+        feedback=_feedback(parallel, ranks),
     )
+
+
+def _feedback(parallel: ParallelConfig, ranks: int) -> int:
+    """`Layout.feedback`: only the hop that sends int4 keeps its errors, between nodes those of what
+    a node has summed, within a single one (`zero_forced`) those of every weight."""
+    if not parallel.zero_quantized_gradients or parallel.zero_gradient_bits != 4:
+        return 0
+    node = parallel.ranks_per_node or ranks
+    return node if node < ranks else int(parallel.zero_forced and ranks > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +258,7 @@ def role_memory(shape: Shape, layout: Layout) -> Role:
             device |= {f"{name} on the GPU": (1 - share) * b for name, b in beside.items()}
             states = {name: share * b for name, b in states.items()}
         (host if is_on_host else device).update(states)
+        device |= _rounding_errors(layout, trained)
         if layout.moving_average:
             average = {"moving average": FLOAT * trained / pieces}
             (host if is_on_host else device).update(average)
@@ -254,6 +267,13 @@ def role_memory(shape: Shape, layout: Layout) -> Role:
         (host if is_there else device).update(beside)
     backward = _gradients(shape, layout, trained) if trained else {}
     return Role(device, {} if layout.on_cpu else host, working_bytes(shape, layout), backward)
+
+
+def _rounding_errors(layout: Layout, trained: float) -> Bytes:
+    """Float32 error feedback of int4 gradients, from the first backward pass on."""
+    if not layout.feedback or not layout.is_split:
+        return {}
+    return {"gradients' rounding errors": FLOAT * trained / layout.feedback}
 
 
 def reference_bytes(shape: Shape, layout: Layout) -> Bytes:
@@ -306,13 +326,14 @@ def working_bytes(shape: Shape, layout: Layout, *, at_once: bool = False) -> Byt
 
 def checkpoint_bytes(layouts: Iterable[tuple[Shape, Layout]], *, whole: bool = False) -> float:
     """Of a checkpoint's tensors of trained models, at most, on one rank (`whole`: on all): weights
-    or masters, moments, an average, a reference that follows."""
-    return sum(
-        _kept_per_weight(layout)
-        * trained_parameters(shape, layout)
-        / (layout.pieces if layout.is_split and not whole else 1)
-        for shape, layout in layouts
-    )
+    or masters, moments, an average, a reference that follows, rounding errors of gradients."""
+    kept = 0.0
+    for shape, layout in layouts:
+        trained = trained_parameters(shape, layout)
+        pieces = layout.pieces if layout.is_split and not whole else 1
+        kept += _kept_per_weight(layout) * trained / pieces
+        kept += sum(_rounding_errors(layout, trained).values()) * (layout.ranks if whole else 1)
+    return kept
 
 
 def _kept_per_weight(layout: Layout) -> int:

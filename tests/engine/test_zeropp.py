@@ -26,6 +26,8 @@ from tandem.engine.placement import Placement
 from tandem.engine.shard_plan import ZeroPlusPlus, check_layout, zero_plus_plus
 from tandem.engine.update import rehearse
 from tandem.errors import ConfigError
+from tandem.memory.model import checkpoint_bytes, layout_of, role_memory
+from tandem.memory.shape import shape_of
 from tandem.ops.blockwise import INT8, dequantize, quantize
 from tandem.parallel.dtensor import local, whole
 from tandem.parallel.quantize import shard_numels, unit_parameters
@@ -384,6 +386,35 @@ def test_error_feedback_is_a_part_of_the_state() -> None:
         assert not forgetful
         # Over all ranks, and padded: 4 bytes of each weight for each place in a node.
         assert num_bytes == pytest.approx(4 * numel * PER_NODE, rel=0.02)
+
+
+def feedback_bytes(world: World) -> tuple[int, float, float]:
+    """This rank's error feedback after a step, beside what the forecast counts of memory and of a
+    checkpoint on all ranks."""
+    parallel = replace(ALL, zero_gradient_bits=4, zero_forced=True)
+    parallel = replace(parallel, ranks_per_node=world.ranks_per_node)
+    config = RunConfig(parallel=parallel, dtype="fp32")
+    run = training(world, config)
+    run.step(0)
+    quantized = run.learner.shards.quantized
+    assert quantized is not None
+    own = sum(local(tensor).nbytes for tensor in quantized.residuals().values())
+    shape = shape_of(run.model.config)
+    settings = engine_settings(config)
+    layout = layout_of(settings, world.size, "actor", on_cpu=True, half=False)
+    assert not layout_of(settings, 1, "actor", on_cpu=True, half=False).feedback
+    exact = replace(layout, feedback=0)
+    counted = role_memory(shape, layout).resting["gradients' rounding errors"]
+    saved, without = (checkpoint_bytes([(shape, each)], whole=True) for each in (layout, exact))
+    assert role_memory(shape, exact).resting.keys() < role_memory(shape, layout).resting.keys()
+    return own, counted, (saved - without) / world.size
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(RANKS, PER_NODE), (2, 2)])
+def test_the_forecast_counts_error_feedback(ranks: int, per_node: int) -> None:
+    for own, counted, saved in on_ranks(ranks, feedback_bytes, ranks_per_node=per_node):
+        assert counted == saved
+        assert counted == pytest.approx(own, rel=0.02)
 
 
 def held_back(world: World) -> list[float]:
