@@ -124,8 +124,9 @@ class MicroBatchBudget:
             scalar=role == "critic",
             trust_remote_code=settings.trust_remote_code,
         )
+        parallel = replace(settings.parallel, ranks_per_node=self._world.ranks_per_node)
         layout = layout_of(
-            settings,
+            replace(settings, parallel=parallel),
             self._world.size,
             role,
             on_cpu=device.type == "cpu",

@@ -60,7 +60,8 @@ class Layout:
     if its optimizer is there. recompute: what checkpointing recomputes. offload_share: of the
     optimizer's states that are on the host. lora_drops: adapters have dropout. token_rows: tokens
     whose rows are trained beside adapters. feedback: ranks among which the rounding errors of int4
-    gradients are split, 0 where none are kept.
+    gradients are split, 0 where none are kept. second_copy: ranks among which blocks are split from
+    forward to backward (hpZ), 0 where they are pieces of all ranks again.
     """
 
     ranks: int = 1
@@ -84,6 +85,7 @@ class Layout:
     lora_drops: bool = False
     token_rows: int = 0
     feedback: int = 0
+    second_copy: int = 0
 
     @property
     def is_split(self) -> bool:
@@ -142,6 +144,7 @@ def layout_of(
     """
     parallel, lora = settings.parallel, settings.lora.of(role)
     tokens = lora.train_tokens if lora.rank else ()
+    node = _ranks_per_node(parallel, ranks)
     return Layout(
         ranks=ranks,
         replicas=parallel.replicas,
@@ -163,6 +166,7 @@ def layout_of(
         lora_drops=lora.dropout > 0,
         token_rows=sum(_CONTROL_TOKENS if name == CONTROL else 1 for name in tokens),
         feedback=_feedback(parallel, ranks),
+        second_copy=node if parallel.zero_hpz and 1 < node < ranks else 0,
     )
 
 
@@ -171,8 +175,14 @@ def _feedback(parallel: ParallelConfig, ranks: int) -> int:
     a node has summed, within a single one (`zero_forced`) those of every weight."""
     if not parallel.zero_quantized_gradients or parallel.zero_gradient_bits != 4:
         return 0
-    node = parallel.ranks_per_node or ranks
+    node = _ranks_per_node(parallel, ranks)
     return node if node < ranks else int(parallel.zero_forced and ranks > 1)
+
+
+def _ranks_per_node(parallel: ParallelConfig, ranks: int) -> int:
+    """One node has all where the configuration does not say it; a run knows better
+    (`parallel.world.World`)."""
+    return parallel.ranks_per_node or ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +328,9 @@ def working_bytes(shape: Shape, layout: Layout, *, at_once: bool = False) -> Byt
         gathered = weight_bytes(shape, layout, layout.compute_bytes)
         if layout.gathers_blocks and not at_once:
             gathered = _blocks_at_once(shape, layout, layout.compute_bytes)
+            if layout.second_copy:
+                in_blocks = _bytes_in_blocks(shape, layout, layout.compute_bytes)
+                working["second copy in the node"] = in_blocks / layout.second_copy
         return working | {"gathered weights": gathered}
     if layout.offload_params and not layout.on_cpu:
         working["fetched blocks"] = _blocks_at_once(shape, layout, layout.compute_bytes)
@@ -354,8 +367,11 @@ def in_flight_bytes(shape: Shape, layout: Layout) -> float:
 def _blocks_at_once(shape: Shape, layout: Layout, size: int) -> float:
     """Bytes of two blocks and of what is outside blocks, in numbers of `size` bytes."""
     share = _GATHERED_AT_ONCE / max(1, len(shape.blocks))
-    in_blocks = weight_bytes(shape, layout, size) - size * shape.outside_blocks
-    return size * shape.outside_blocks + share * in_blocks
+    return size * shape.outside_blocks + share * _bytes_in_blocks(shape, layout, size)
+
+
+def _bytes_in_blocks(shape: Shape, layout: Layout, size: int) -> float:
+    return weight_bytes(shape, layout, size) - size * shape.outside_blocks
 
 
 def _gradients(shape: Shape, layout: Layout, trained: int) -> Bytes:

@@ -417,6 +417,32 @@ def test_the_forecast_counts_error_feedback(ranks: int, per_node: int) -> None:
         assert counted == pytest.approx(own, rel=0.02)
 
 
+def second_copy_bytes(world: World) -> tuple[int, float]:
+    """What torch keeps of the blocks between forward and backward, beside the forecast's count."""
+    parallel = replace(HPZ, ranks_per_node=world.ranks_per_node)
+    config = RunConfig(parallel=parallel, dtype="fp32")
+    run = training(world, config, num_hidden_layers=3)
+    loss = response_logprobs(run.model, ragged_batch(LENGTHS, seed=0))[0].sum()
+    kept = 0
+    for unit in run.learner.shards.units:
+        group = unit._get_fsdp_state()._fsdp_param_group
+        assert group is not None
+        name = "_sharded_post_forward_param_data"
+        pieces = [getattr(each, name, None) for each in group.fsdp_params]
+        kept += sum(piece.nbytes for piece in pieces if piece is not None)
+    loss.backward()
+    shape, settings = shape_of(run.model.config), engine_settings(config)
+    layout = layout_of(settings, world.size, "actor", on_cpu=True, half=False)
+    return kept, role_memory(shape, layout).working.get("second copy in the node", 0.0)
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(RANKS, PER_NODE), (2, 2)])
+def test_the_forecast_counts_the_second_copy(ranks: int, per_node: int) -> None:
+    for own, counted in on_ranks(ranks, second_copy_bytes, ranks_per_node=per_node):
+        assert counted == pytest.approx(own, rel=0.02)
+        assert (own > 0) == (per_node < ranks)
+
+
 def held_back(world: World) -> list[float]:
     """The largest number that feedback holds back after each of some scaled steps."""
     run = training(world, RunConfig(parallel=replace(ALL, zero_gradient_bits=4), dtype="fp32"))
