@@ -113,7 +113,14 @@ def test_help_of_small_commands_has_groups_defaults_and_an_example(
         (("data", "check", "x", "--max-tokens", "4"), "dataset.max_tokens must be >= 8; got 4"),
         (("data", "check", "x", "--rows", "-3"), "--rows must be >= 0; got -3"),
         (("eval", "x", "--prompts", "-3"), "--prompts must be >= 0; got -3"),
-        (("chat",), "the following arguments are required: PATH"),
+        (("chat",), "the following arguments are required: PATH; for example: tandem chat runs/"),
+        (
+            ("serve", "--model_path", "x"),
+            "tandem serve. Write PATH without one: tandem serve runs/",
+        ),
+        (("report", "--run", "x"), "--run is not a flag of tandem report. Write RUN without one: "),
+        (("data", "check", "--file", "x"), "Write DATA without one: tandem data check "),
+        (("sample", "--model", "x", "--output", "y"), "the model must come first; got --model"),
         (("chat", "/nowhere"), "/nowhere"),
         (("eval", "/nowhere"), "must be a run's folder"),
         (

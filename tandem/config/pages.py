@@ -15,6 +15,12 @@ from tandem.errors import ConfigError
 _WIDTH, _UNBROKEN, _GLUE = 79, 40, "\u00a0"
 """Columns of a page; of a default that stays in one line, its spaces held together by _GLUE."""
 _KINDS = {"int": "a whole number", "float": "a number"}
+_OF_PATHS = (
+    *("--actor-model", "--checkpoint", "--data", "--file", "--folder", "--input", "--model"),
+    *("--model-dir", "--model-name-or-path", "--model-path", "--output-dir", "--path", "--run"),
+    "--run-dir",
+)
+"""Flags that people write before a path that has none."""
 
 
 def flag_lines(flag: str, about: str, default: str) -> list[str]:
@@ -73,6 +79,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=f"tandem {command}", add_help=False, allow_abbrev=False)
         self._page = [f"usage: {self.prog} {usage}", "", *textwrap.wrap(summary, _WIDTH)]
         self._example = example
+        self._unnamed = ""
+        """The first argument that has no flag, as the page writes it."""
         self.add_argument("-h", "--help", action="help")
 
     def section(self, title: str) -> Parser:
@@ -93,6 +101,7 @@ class Parser(argparse.ArgumentParser):
         name, _, word = spec.partition(" ")
         if not spec.startswith("-"):
             name, word = name.lower(), name
+            self._unnamed = self._unnamed or word
         item = type(default[0]) if isinstance(default, list) and default else str
         known = (
             {"nargs": "+" if default else "*", "type": item}
@@ -131,7 +140,7 @@ class Parser(argparse.ArgumentParser):
             ConfigError: one is.
         """
         for word in _flags(words):
-            if near := self._nearest(word):
+            if word not in self._option_string_actions and (near := self._nearest(word)):
                 raise ConfigError(f"{word} is not a flag of {self.prog}. Did you mean {near}?")
 
     def _nearest(self, flag: str) -> str:
@@ -147,6 +156,8 @@ class Parser(argparse.ArgumentParser):
             if flag not in self._option_string_actions:
                 near = self._nearest(flag)
                 advice = f"Did you mean {near}?" if near else f"See {self.prog} --help."
+                if not near and flag.replace("_", "-") in _OF_PATHS and self._unnamed:
+                    advice = f"Write {self._unnamed} without one: {self._example}"
                 raise ConfigError(f"{flag} is not a flag of {self.prog}. {advice}")
         return super().parse_args(args, namespace)
 
@@ -173,6 +184,8 @@ class Parser(argparse.ArgumentParser):
         if wrong := re.fullmatch(r"argument (\S+): invalid (int|float) value: (.*)", message):
             flag, kind, value = wrong.groups()
             message = f"{flag} must be {_KINDS[kind]}; got {value}"
+        if "arguments are required" in message:
+            message += f"; for example: {self._example}"
         raise ConfigError(f"{self.prog}: {message}. See {self.prog} --help.")
 
 

@@ -21,6 +21,7 @@ from tandem.files import cache_folder, existing
 from tandem.generation.blocks import free_bytes
 from tandem.ops import gpu, native
 from tandem.ops.rates import ProductRate, memory_rate, product_rate
+from tandem.text import counted
 
 _SHAPES = ((768, 128, 352), (64, 512, 1376), (768, 512, 1376), (768, 576, 1536))
 """Rows, inputs, outputs: layers of models of 1M, 22M (decoding, training) and 135M weights."""
@@ -127,7 +128,7 @@ def _show(facts: Mapping[str, Any]) -> None:
     gpus = ", ".join(
         f"{card['name']} ({card['memory_bytes'] / 2**30:.0f} GiB)" for card in facts["gpus"]
     )
-    cores = f"{facts['cores']} cores, {facts['threads']} torch threads"
+    cores = f"{counted(facts['cores'], 'core')}, {counted(facts['threads'], 'torch thread')}"
     rows = {
         "processor": f"{facts['processor']}, {cores}",
         "instructions": ", ".join(facts["instruction_sets"]) or "not listed by this system",
