@@ -14,7 +14,7 @@ from rich.console import Console
 from tandem.cli import main
 from tandem.errors import ModelError
 from tandem.metrics.names import title_of
-from tandem.training.comparing.eval_command import evaluate_run, figures_table
+from tandem.training.comparing.eval_command import answers_table, evaluate_run, figures_table
 from tandem.training.replay import replay
 from tests.tiny import tiny_config, tiny_tokenizer
 from tests.training.runs import StopError, ran, stop_at
@@ -149,3 +149,17 @@ def test_figures_that_cannot_be_written_are_shown_all_the_same(
     assert main(["report", str(folder), "--output", str(tmp_path / "page.html")]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/page.html\n"
     assert (tmp_path / "page.html").read_bytes() == (folder / "report.html").read_bytes()
+
+
+@pytest.mark.parametrize("score", [None, 0.5])
+def test_answers_have_a_column_of_scores_where_one_has_a_score(
+    score: float | None,
+) -> None:
+    answers = {
+        "base": {"text": "one", "score": None},
+        "sft": {"text": "two", "score": score},
+    }
+    table = answers_table({"prompt": "ask", "answers": answers})
+    cells = {str(column.header): list(map(str, column.cells)) for column in table.columns}
+    expected = {"model": ["base", "sft"], "answer": ["one", "two"]}
+    assert cells == (expected if score is None else expected | {"score": ["", "+0.50"]})

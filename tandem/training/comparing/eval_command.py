@@ -166,14 +166,16 @@ def figures_table(models: Mapping[str, Mapping[str, float]], title: str = _OWN) 
 
 
 def answers_table(shown: Mapping[str, Any]) -> Table:
-    """One prompt's answers by model, each with its score."""
+    """One prompt's answers by model, each with its score where any has one."""
     title = Text(visible_lines(shown["prompt"]), style="bold")
     table = Table(title=title, title_justify="left", show_lines=True)
+    has_scores = any(answer["score"] is not None for answer in shown["answers"].values())
     table.add_column("model")
-    table.add_column("score", justify="right")
+    if has_scores:
+        table.add_column("score", justify="right")
     table.add_column("answer", overflow="fold")
     for label, answer in shown["answers"].items():
         score = "" if answer["score"] is None else f"{answer['score']:+.2f}"
         text = Text(visible_lines(answer["text"]))
-        table.add_row(Text(visible(label)), score, text)
+        table.add_row(Text(visible(label)), *[score] * has_scores, text)
     return table
