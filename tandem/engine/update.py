@@ -24,7 +24,7 @@ from tandem.engine.forward import Rows, groups_of, rank_micro_batches, rows_toge
 from tandem.engine.joint_step import step_learners
 from tandem.engine.learner import Learner
 from tandem.engine.oom import MicroBatchBudget
-from tandem.errors import BadStepError, NumericsError
+from tandem.errors import BadStepError
 from tandem.types import TokenBatch
 
 
@@ -187,13 +187,13 @@ class Update:
                 _require_finite(learner, part)
             if check is not None:
                 check(means[0])
-        except (BadStepError, NumericsError):
+            if learner.scaler is not None:
+                return means, None
+            gradients = learner.finished_gradients()
+            return means, (gradients, learner.sound_norm(gradients))
+        except BaseException:  # an interrupted half must not go into the next step
             learner.forget()
             raise
-        if learner.scaler is not None:
-            return means, None
-        gradients = learner.finished_gradients()
-        return means, (gradients, learner.sound_norm(gradients))
 
     def __enter__(self) -> Self:
         return self

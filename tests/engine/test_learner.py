@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tandem.config.schema import OptimizerConfig
+from tandem.config.engine import engine_settings
+from tandem.config.schema import OptimizerConfig, RunConfig
 from tandem.engine.ema import MovingAverage
 from tandem.engine.forward import Rows
 from tandem.engine.learner import Learner, learning_rate_factor, parameter_groups
-from tandem.engine.update import LossTerm, MicroBatchLoss, _accumulated
+from tandem.engine.oom import MicroBatchBudget
+from tandem.engine.update import LossTerm, MicroBatchLoss, Update, _accumulated
 from tandem.errors import CheckpointError, ModelError, NumericsError
 from tandem.parallel.masters import MasterAdamW
 from tandem.parallel.shard import ShardPlan, shard
@@ -73,6 +75,37 @@ def test_a_step_cut_into_micro_batches_has_the_gradient_of_the_whole() -> None:
         grads.append(model.weight.grad.clone())
     torch.testing.assert_close(grads[0], grads[1])
     torch.testing.assert_close(grads[0], grads[2])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_half_a_gradient_that_was_interrupted_is_not_in_the_next_step(
+    error: type[BaseException],
+) -> None:
+    inputs = torch.randn(4, 3)
+
+    def after_a_step(*, is_interrupted: bool) -> torch.Tensor:
+        torch.manual_seed(5)
+        model = nn.Linear(3, 2)
+        learner = Learner("test", model, OptimizerConfig(), 10)
+        budget = MicroBatchBudget(engine_settings(RunConfig()), World(), None)
+        budget.tokens = 2
+        parts = [] if is_interrupted else [None, None]
+
+        def loss(rows: Rows) -> MicroBatchLoss:
+            parts.append(None)
+            if len(parts) == 2:
+                raise error("stopped")
+            return MicroBatchLoss(model(inputs[rows.host]).square().sum())
+
+        term = LossTerm([1] * 4, 4.0, loss)
+        if is_interrupted:
+            with pytest.raises(error, match="stopped"), Update(budget) as update:
+                update.learn(learner, [term])
+        with Update(budget) as update:
+            update.learn(learner, [term])
+        return model.weight.detach()
+
+    assert torch.equal(after_a_step(is_interrupted=False), after_a_step(is_interrupted=True))
 
 
 class Reads(TorchDispatchMode):
