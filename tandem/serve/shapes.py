@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from tandem.generation.observed import TokenLogprobs
 from tandem.serve.answering import Answering, Choice, Step
 from tandem.serve.called import Words, calls_of, finish_of, message_of
-from tandem.serve.token_bytes import TokenBytes
+from tandem.serve.token_bytes import Offsets, TokenBytes
 
 _LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which is no JSON."""
@@ -145,6 +145,10 @@ class CompletionShape(_Common):
 
     prefix, object_whole, object_chunk = "cmpl", "text_completion", "text_completion"
 
+    def __init__(self, model: str, token_bytes: TokenBytes, answering: Answering) -> None:
+        super().__init__(model, token_bytes, answering)
+        self._offsets: dict[int, Offsets] = {}
+
     def whole(self, answering: Answering) -> dict[str, Any]:
         """As `Shape` says."""
         choices = []
@@ -180,22 +184,21 @@ class CompletionShape(_Common):
     def _logprobs(self, choice: Choice, first: int, with_echo: bool) -> dict[str, Any] | None:
         if self._top < 0:
             return None
-        prompt = choice.prompt.token_ids if choice.echoed else ()
-        entries: list[TokenLogprobs | None] = list(choice.echoed) if with_echo else []
-        ids = list(prompt) if with_echo else []
-        new = choice.logprobs[first:]
-        before = [*prompt, *(entry.token_id for entry in choice.logprobs[:first])]
-        ids += [entry.token_id for entry in new]
-        entries += new
-        known = [*prompt, *(entry.token_id for entry in choice.logprobs)]
+        echoed = choice.prompt.token_ids if choice.echoed else ()
         text = (choice.prompt.text if choice.echoed else "") + choice.text
-        offsets = self._tokens.offsets(known, text)
-        start = 0 if with_echo else len(before)
+        offsets = self._offsets.get(choice.index)
+        if offsets is None:
+            offsets = self._offsets[choice.index] = Offsets(self._tokens)
+            if not with_echo:
+                offsets.of(echoed, text)
+        new = choice.logprobs[first:]
+        entries: list[TokenLogprobs | None] = [*choice.echoed, *new] if with_echo else [*new]
+        ids = [*(echoed if with_echo else ()), *(entry.token_id for entry in new)]
         return {
             "tokens": [self._tokens.name(token) for token in ids],
             "token_logprobs": [None if e is None else _finite(e.logprob) for e in entries],
             "top_logprobs": [None if e is None else self._top_of(e) for e in entries],
-            "text_offset": offsets[start : start + len(ids)],
+            "text_offset": offsets.of(ids, text),
         }
 
     def _top_of(self, observed: TokenLogprobs) -> dict[str, float]:

@@ -44,23 +44,9 @@ class TokenBytes:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def offsets(self, token_ids: Sequence[int], text: str) -> list[int]:
-        """Where in their text each token begins, in characters.
-
-        A control token that the text does not show has no width, and neither has the space before
-        a text's first word that SentencePiece puts there and decoding takes away.
-        """
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        offsets, place = [], 0
-        for token_id in token_ids:
-            offsets.append(place)
-            written = decoder.decode(self.of(token_id))
-            if token_id in self._added and not text.startswith(written, place):
-                continue
-            if place == 0 and written.startswith(" ") and not text.startswith(" "):
-                written = written[1:]
-            place += len(written)
-        return offsets
+    def is_added(self, token_id: int) -> bool:
+        """Whether it is none of the model's own pieces of text, such as a control token."""
+        return token_id in self._added
 
     def _bytes(self, token_id: int) -> bytes:
         if token_id in self._added:
@@ -77,6 +63,39 @@ class TokenBytes:
             return token.replace(_WORD_START, " ").encode("utf-8", errors="replace")
         text = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
         return str(text).encode("utf-8", errors="replace")
+
+
+class Offsets:
+    """Where in their text the tokens of one sequence begin, in characters, as they come.
+
+    A control token that the text does not show has no width, and neither has the space before a
+    text's first word that SentencePiece puts there and decoding takes away.
+    """
+
+    def __init__(self, tokens: TokenBytes) -> None:
+        """No token has come."""
+        self._tokens = tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._place = 0
+        self._waiting: list[int] = []  # from _place on, those whose text had not all come
+
+    def of(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """Those of the next tokens; `text`: all that has come by now, with that of earlier ones."""
+        waiting = [*self._waiting, *token_ids]
+        places, place, num_settled, settled = [], self._place, 0, self._decoder.getstate()
+        for token_id in waiting:
+            places.append(place)
+            written = self._decoder.decode(self._tokens.of(token_id))
+            has_come = place + len(written) <= len(text)
+            if not self._tokens.is_added(token_id) or text.startswith(written, place):
+                if place == 0 and written.startswith(" ") and not text.startswith(" "):
+                    written = written[1:]
+                place += len(written)
+            if has_come and num_settled + 1 == len(places):
+                self._place, num_settled, settled = place, len(places), self._decoder.getstate()
+        self._decoder.setstate(settled)
+        self._waiting = waiting[num_settled:]
+        return places[len(waiting) - len(token_ids) :]
 
 
 def _decoders(tokenizer: PreTrainedTokenizerBase) -> set[str]:

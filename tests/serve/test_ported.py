@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tandem.generation.streaming import Conversations
 from tandem.serve.server import _printable
-from tandem.serve.token_bytes import TokenBytes
+from tandem.serve.token_bytes import Offsets, TokenBytes
 from tests.serve.serving import TestClient, ask, events
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -319,9 +319,26 @@ def test_offsets_are_in_the_text_that_is_shown() -> None:
     token_bytes, ids = TokenBytes(tokenizer), [0, 1, 2, 3, 4, 5, 3]
     text = tokenizer.decode(ids, skip_special_tokens=True)
     assert text == "Once upon a\u00e9 a"
-    assert token_bytes.offsets(ids, text) == [0, 0, 4, 9, 11, 11, 12]
-    assert token_bytes.offsets(ids[2:], " upon a\u00e9 a") == [0, 5, 7, 7, 8]
-    assert token_bytes.offsets([0, 1], "<s> Once") == [0, 3]
+    assert Offsets(token_bytes).of(ids, text) == [0, 0, 4, 9, 11, 11, 12]
+    assert Offsets(token_bytes).of(ids[2:], " upon a\u00e9 a") == [0, 5, 7, 7, 8]
+    assert Offsets(token_bytes).of([0, 1], "<s> Once") == [0, 3]
+    # The text of some tokens is held back until it can be no stop string.
+    by_and_by = Offsets(token_bytes)
+    heard = [(ids[:2], ""), (ids[2:3], "On"), (ids[3:5], "Once up"), (ids[5:], text)]
+    assert [by_and_by.of(some, known) for some, known in heard] == [[0, 0], [4], [9, 11], [11, 12]]
+    shown = Offsets(token_bytes)
+    assert [shown.of([i], known) for i, known in ((0, ""), (1, "<s> Once"))] == [[0], [3]]
+
+
+def test_offsets_in_a_stream_read_each_token_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    token_bytes, read = TokenBytes(PreTrainedTokenizerFast(tokenizer_object=backend)), []
+    of = token_bytes.of
+    monkeypatch.setattr(token_bytes, "of", lambda token: read.append(token) or of(token))
+    offsets, ids = Offsets(token_bytes), [0, 1] * 200
+    places = [offsets.of([token], "ab" * (i // 2)) for i, token in enumerate(ids)]
+    assert places == [[i] for i in range(400)]
+    assert len(read) <= 3 * len(ids)
 
 
 def test_routes_are_there_without_the_version(client: TestClient) -> None:
