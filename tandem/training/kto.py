@@ -111,18 +111,28 @@ def mismatched(rows: Sequence[LabelledRow]) -> list[TokenRow]:
     A sequence is no longer than the longest of the rows: the answer is cut there.
     """
     longest = max(map(len, rows), default=0)
-    prompts = [_prompt_length(row.answer) for row in rows]
+    answers = [row.answer for row in rows]
+    lengths = [_prompt_length(answer) for answer in answers]
+    prompts = [a.token_ids[:n] for a, n in zip(answers, lengths, strict=True)]
     found = []
-    for i, row in enumerate(rows):
-        prompt = row.answer.token_ids[: prompts[i]]
-        for other in (*range(i + 1, len(rows)), *range(i)):
-            theirs = rows[other].answer.token_ids
-            if theirs[: prompts[other]] != prompt:
-                ids = (*prompt, *theirs[prompts[other] :])[:longest]
-                mask = (False,) * len(prompt) + (True,) * (len(ids) - len(prompt))
-                found.append(TokenRow(ids, mask, row.answer.source))
-                break
+    for i, j in enumerate(next_others(prompts)):
+        if j < 0:
+            continue
+        ids = (*prompts[i], *answers[j].token_ids[lengths[j] :])[:longest]
+        mask = (False,) * lengths[i] + (True,) * (len(ids) - lengths[i])
+        found.append(TokenRow(ids, mask, answers[i].source))
     return found
+
+
+def next_others(items: Sequence[object]) -> list[int]:
+    """For each item the place of the next one that differs, the first behind the last; -1 where all
+    are the same."""
+    places, other = [-1] * len(items), -1
+    for i in reversed(range(2 * len(items))):
+        here, behind = i % len(items), (i + 1) % len(items)
+        other = behind if items[behind] != items[here] else other
+        places[here] = other
+    return places
 
 
 def measure_baseline(policy: ReferencedPolicy, rows: Sequence[LabelledRow]) -> float:

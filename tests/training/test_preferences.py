@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.cli import main
 from tandem.config.load import build_config, check_config
@@ -26,7 +28,7 @@ from tandem.training.calibration import calibration_error, reliability
 from tandem.training.comparing import compare
 from tandem.training.comparing.best_of_n import best_of_n
 from tandem.training.experience import ScoredAnswers
-from tandem.training.kto import imbalance, mismatched
+from tandem.training.kto import imbalance, mismatched, next_others
 from tandem.training.reference import ReferencedPolicy
 from tandem.training.reward_objective import side_by_side
 from tandem.types import LabelledRow, PairRow, RankedRow, Rollout, Source, TokenRow
@@ -199,6 +201,24 @@ def test_answers_are_mismatched_over_the_whole_step_never_within_a_prompt() -> N
     assert mismatched(rows[:2]) == []
     long = [LabelledRow(row((1,), (5, 6, 7)), True), LabelledRow(row((2, 3), (4,)), False)]
     assert mismatched(long)[1].token_ids == (2, 3, 5, 6)  # no longer than the longest row
+
+
+@given(st.lists(st.integers(0, 2), max_size=8))
+def test_the_next_other_prompt_is_found_by_few_comparisons(prompts: list[int]) -> None:
+    compared = []
+
+    class Prompt(int):
+        def __ne__(self, other: object) -> bool:
+            compared.append(other)
+            return not int(self) == other
+
+    count = len(prompts)
+    expected = [
+        next(((i + k) % count for k in range(1, count) if prompts[(i + k) % count] != prompt), -1)
+        for i, prompt in enumerate(prompts)
+    ]
+    assert next_others(list(map(Prompt, prompts))) == expected
+    assert len(compared) <= 2 * count
 
 
 def test_what_to_set_for_unequal_labels() -> None:
