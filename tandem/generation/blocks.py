@@ -20,6 +20,7 @@ CPU_SHARE = 0.5
 """Of the memory that is free when generation begins, what KV memory may take on a CPU."""
 GPU_SHARE = 0.9
 """The same on a GPU."""
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def blocks_for(num_tokens: int) -> int:
@@ -160,15 +161,20 @@ def free_bytes(device: torch.device) -> int:
 
 
 def available_bytes() -> int:
-    """Bytes that the system can still give to processes, its container's limit respected."""
+    """Bytes that the system can still give to processes, its container's limit respected. What the
+    container holds of files that it has read, such as models, it gives back when it must."""
     limits = [_machine_bytes()]
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for limit, used, read in (
+        ("memory.max", "memory.current", ("memory.stat", "inactive_file")),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            ("memory/memory.stat", "total_inactive_file"),
+        ),
     ):
-        numbers = [_number_in(Path("/sys/fs/cgroup") / name) for name in (limit, used)]
-        if numbers[0] is not None and numbers[1] is not None:
-            limits.append(max(0, numbers[0] - numbers[1]))
+        most, taken = _number_in(_CGROUP / limit), _number_in(_CGROUP / used)
+        if most is not None and taken is not None:
+            limits.append(max(0, most - taken + _number_of(read[1], _CGROUP / read[0])))
     return min(limits)
 
 
@@ -189,6 +195,15 @@ def _machine_bytes() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _number_of(name: str, path: Path) -> int:
+    """What a file of lines of names and numbers says; 0 where it does not."""
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
 
 
 def _number_in(path: Path) -> int | None:

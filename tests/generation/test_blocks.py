@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from hypothesis import strategies as st
 
 from tandem.config.schema import SamplingConfig
 from tandem.errors import GenerationError
+from tandem.generation import blocks as module
 from tandem.generation.blocks import (
     BlockPool,
     affordable_blocks,
+    available_bytes,
     blocks_for,
     blocks_needed,
     blocks_wanted,
@@ -171,3 +174,29 @@ def test_memory_is_what_is_needed_or_what_there_is() -> None:
     with pytest.raises(GenerationError, match=r"8 MiB \(2100 blocks\); got 0 MiB, 50% of what"):
         affordable_blocks(**sized, needed=2100, largest=2100, free=10**6)  # type: ignore[arg-type]
     assert 2**20 < free_bytes(CPU) < 2**50
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "name"),
+    [
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_a_container_gives_back_what_it_holds_of_files(
+    limit: str, used: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_CGROUP", tmp_path)
+    monkeypatch.setattr(module, "_machine_bytes", lambda: 900)
+    assert available_bytes() == 900
+    (tmp_path / limit).parent.mkdir(exist_ok=True)
+    (tmp_path / limit).write_text("500\n")
+    (tmp_path / used).write_text("450\n")
+    assert available_bytes() == 50
+    stat = (tmp_path / limit).with_name("memory.stat")
+    stat.write_text(f"anon 90\nfile 360\n{name} 300\nworkingset_{name} 7\n")
+    assert available_bytes() == 350
+    (tmp_path / used).write_text("900\n")  # beyond the limit for a moment
+    assert available_bytes() == 0
+    (tmp_path / limit).write_text("max\n")
+    assert available_bytes() == 900
