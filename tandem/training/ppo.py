@@ -274,7 +274,7 @@ def more_prompts(
     names = {id(prompt) for prompt in taken}
     key = sequence_key(seed, step, 0, 0) % 2**64
     order = permutation(len(prompts), key, 0)
-    left = (prompts[i] for i in order.tolist() if id(prompts[i]) not in names)
+    left = (prompts[i] for i in order if id(prompts[i]) not in names)
     return list(islice(left, count))
 
 

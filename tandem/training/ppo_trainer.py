@@ -221,6 +221,7 @@ class PPOTrainer:
         ):
             for number, rows in plan:
                 minibatch = experience.select(rows)
+                texts = self._ptx_batch(step, number) if trains_actor else None
                 with left_out(minibatch, skip), Update(self.budget) as update:
                     if engine.critic_learner is not None:
                         with left_out(minibatch, skip):
@@ -229,7 +230,7 @@ class PPOTrainer:
                             )
                     if trains_actor:
                         kept = None if states is None else states.of(rows, states.rows.shape[1])
-                        stop = self._update_actor(update, minibatch, log, step, number, kept)
+                        stop = self._update_actor(update, minibatch, log, texts, kept)
                 if states is not None:
                     states.release()
                 note_steps(self.engine, update, log)
@@ -242,8 +243,7 @@ class PPOTrainer:
                         engine, learned, actor=trains_actor, replayed=replayed, compares=exact
                     )
                 states = None
-                if trains_actor and self._has_ptx:
-                    texts = self._ptx_batch(step, number)
+                if texts is not None:
                     count_rows(phase, texts)
                     compares = self.algorithm.ptx_divergence is not None
                     phase.flops += mixture_flops(engine, texts, compares=compares)
@@ -280,15 +280,14 @@ class PPOTrainer:
         update: Update,
         minibatch: Experience,
         log: Means,
-        step: int,
-        number: int,
+        ptx: TokenBatch | None,
         kept: KeptStates | None,
     ) -> bool:
         """Train the actor, unless no answer has a gradient: an optimizer step would then move the
         weights by momentum alone. Returns whether to skip the rollout's other updates.
 
         Args:
-            kept: the states of the minibatch's tokens.
+            ptx: texts that are mixed in. kept: the states of the minibatch's tokens.
         """
         learner, algorithm = self.engine.actor_learner, self.algorithm
         mask = minibatch.batch.on_host().response_mask
@@ -297,11 +296,8 @@ class PPOTrainer:
         learned = minibatch.select(chosen)
         log.add("answers_learned", len(learned) / len(minibatch))
         texts = []
-        if self._has_ptx:
-            batch = self._ptx_batch(step, number)
-            texts.append(
-                mixture_term(self.engine, batch, self.rl.ptx_coef, algorithm.ptx_divergence)
-            )
+        if ptx is not None:
+            texts.append(mixture_term(self.engine, ptx, self.rl.ptx_coef, algorithm.ptx_divergence))
         if len(learned) == 0:
             for means in update.learn(learner, texts) if texts else ():
                 log.add("ptx_loss", means["loss"])
@@ -367,12 +363,10 @@ class PPOTrainer:
             log.add(name, means[name])
         log.add("critic_learning_rate", learning_rate)
 
-    @property
-    def _has_ptx(self) -> bool:
-        return bool(self.ptx_rows) and self.rl.ptx_coef > 0
-
-    def _ptx_batch(self, step: int, number: int) -> TokenBatch:
-        """The texts of an update, which follow from its number alone."""
+    def _ptx_batch(self, step: int, number: int) -> TokenBatch | None:
+        """The texts that an update mixes in, which follow from its number alone; None without."""
+        if not self.ptx_rows or self.rl.ptx_coef == 0:
+            return None
         update = (step - 1) * num_updates(self.config, 1) + number
         rows = mixed_in(self.ptx_rows, update, self.rl.ptx_batch_size, self.config.seed)
         return TokenBatch.from_rows(rows, self.engine.renderer.pad_token_id)

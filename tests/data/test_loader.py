@@ -65,6 +65,13 @@ def test_the_order_is_the_same_everywhere() -> None:
     assert run.stdout.strip() == str(golden)
 
 
+def test_an_order_is_made_once_for_the_updates_that_read_it() -> None:
+    order = permutation(30, 5, 0)
+    assert permutation(30, 5, 0) is order
+    with pytest.raises(ValueError, match="read-only"):
+        order[0] = 1
+
+
 def test_rows_are_evenly_placed() -> None:
     # Each of 5 rows comes first in about a fifth of the epochs (sd 9 of 500).
     firsts = [int(permutation(5, 1, epoch)[0]) for epoch in range(2500)]

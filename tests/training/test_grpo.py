@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from tandem.objectives.advantages import critic_free_advantages
 from tandem.ops import native
 from tandem.parallel.world import World
 from tandem.plan.run import plan_memory
+from tandem.training import ppo_trainer
 from tandem.training.algorithm import Algorithm
 from tandem.training.answering import Answering
 from tandem.training.make_engine import make_engine
@@ -483,9 +485,11 @@ def test_wrong_reward_models_are_refused(knobs: Any, message: str, tmp_path: Pat
 
 
 def test_texts_may_move_the_policy_before_the_first_answers_do(
-    tiny_model: str, tmp_path: Path
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mixture training on a minibatch without a gradient: the next one's ratio is not 1."""
+    mixed_in = Mock(wraps=ppo_trainer.mixed_in)
+    monkeypatch.setattr(ppo_trainer, "mixed_in", mixed_in)
     config = config_of(tmp_path, tiny_model, grpo={"minibatch_size": 12, "ptx_coef": 1.0})
     texts = [TokenRow((5, 6, 7, 8), (False, True, True, True), Source("t", "t", 1))] * 4
     trainer, prompts = trainer_of(config, ptx_rows=texts)
@@ -494,7 +498,7 @@ def test_texts_may_move_the_policy_before_the_first_answers_do(
     advantages = made.batch.response_mask.float()
     advantages[first] = 0.0
     metrics = trainer.train_rlhf(replace(made, advantages=advantages), step=1)
-    assert metrics["updates"] == 2
+    assert metrics["updates"] == mixed_in.call_count == 2
     assert "ratio_gap_before_update" not in metrics
     read = int(made.batch.attention_mask.sum() - made.batch.attention_mask[first].sum())
     mixed = 2 * config.grpo.ptx_batch_size * 4
