@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -60,7 +61,7 @@ class GrowingLines:
         """All lines that are whole objects; half-written and damaged ones are left out."""
         try:
             with self.path.open("rb") as file:
-                status = self.path.stat()
+                status = os.fstat(file.fileno())  # not the path's, which another may have by now
                 identity = (status.st_dev, status.st_ino)
                 if identity != self._file or status.st_size < self._read:
                     self._begin(identity)

@@ -17,6 +17,7 @@ from starlette.testclient import TestClient
 from tandem.metrics.answers import ANSWERS_FILE, FOLLOWED_FILE, ROLLOUTS_FILE, ROWS_FILE
 from tandem.serve.guard import _is_keyed
 from tandem.serve.run_api import routes
+from tandem.serve.run_files import GrowingLines
 from tests.jsonl import read_jsonl, write_jsonl
 
 STEPS = 6
@@ -287,6 +288,26 @@ def test_damaged_lines_of_answers_are_counted(tmp_path: Path) -> None:
             file.write(b'{"stage": "ppo", "st\n\nnull\n')
         said = got(client, "/run")["notices"]
     assert said == ["answers.jsonl: 2 lines cannot be read and are left out"]
+
+
+def test_lines_of_a_file_that_is_replaced_while_it_is_opened_are_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, new = tmp_path / "answers.jsonl", tmp_path / "new"
+    path.write_text('{"step": 1}\n')
+    new.write_text('{"step": 2}\n{"step": 3}\n')
+    opened = Path.open
+
+    def replaced(self: Path, mode: str) -> Any:
+        file = opened(self, mode)
+        if new.exists():
+            new.replace(path)
+        return file
+
+    monkeypatch.setattr(Path, "open", replaced)
+    lines = GrowingLines(path)
+    assert [answer.line for answer in lines.refresh()] == [{"step": 1}]
+    assert [answer.line for answer in lines.refresh()] == [{"step": 2}, {"step": 3}]
 
 
 def test_every_route_is_behind_the_key(folder: Path) -> None:
