@@ -15,7 +15,7 @@ from tandem.config.parallel import ParallelConfig
 from tandem.engine.grad_norm_guard import SpikeGuard
 from tandem.errors import BadStepError, CheckpointError, ModelError
 from tandem.parallel.dtensor import Saved, as_piece, fill, local, part_of, whole_of
-from tandem.parallel.masters import MasterAdamW, cast_weights, exactly, take_masters
+from tandem.parallel.masters import MasterAdamW, cast_weights, exactly, release, take_masters
 from tandem.parallel.moments import exact_moments
 from tandem.parallel.scaling import LossScaler
 from tandem.parallel.shard import shards_of
@@ -112,6 +112,7 @@ class Learner:
             )
         else:
             self.optimizer = torch.optim.AdamW(groups, betas=settings.betas, fused=True)
+            release(self.parameters)
         self._set_learning_rates()
 
     def schedule(self, num_steps: int) -> None:
@@ -141,9 +142,15 @@ class Learner:
             is_last: whether it is the step's last backward on every rank; gradients of split
                 weights may be reduced only then.
         Raises:
-            ModelError: the rows use no weight that is trained, in a model split over ranks.
+            ModelError: the rows use no weight that is trained, in a model split over ranks; or
+                another learner was made of the model since, which has taken over its gradients.
         """
         self.times_used += 1
+        if isinstance(self.optimizer, MasterAdamW) and self.optimizer.is_released:
+            raise ModelError(
+                f"{self.name}: a model must be trained by the last learner that was made of it; "
+                "got an earlier one. Use the newest engine, or give each a copy of the model."
+            )
         if not loss_sum.requires_grad:
             self._require_unsplit()
             return

@@ -118,6 +118,11 @@ def keep_sum(weight: Tensor, sum_of: SumOf) -> None:
     _sums[weight] = sum_of
 
 
+def drop_sum(weight: Tensor) -> None:
+    """Let gradients of a weight be added to no sum any more."""
+    _sums.pop(weight, None)
+
+
 def keeps_sum(weight: Tensor) -> bool:
     """Whether a weight has a `gradient_sum`."""
     return weight in _sums

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tandem.config.parallel import OptimizerStates
 from tandem.ops import gpu
@@ -27,6 +28,8 @@ from tandem.parallel.moments import MOMENTS
 
 AddUp = Callable[[Sequence[Tensor | None], Sequence[Tensor]], list[Tensor | None]]
 
+_hooks = WeakTensorKeyDictionary()
+"""Of weights whose gradients an optimizer takes: its hook, and it."""
 _MASTERS = "tandem_masters"
 """Where a model keeps its masters until an optimizer takes them."""
 
@@ -64,6 +67,19 @@ def take_masters(model: nn.Module) -> dict[nn.Parameter, Tensor]:
     """The float32 values that `cast_weights` rounded; the model drops them."""
     taken: dict[nn.Parameter, Tensor] = model.__dict__.pop(_MASTERS, {})
     return taken
+
+
+def release(parameters: Iterable[nn.Parameter]) -> None:
+    """Let an optimizer that was made of weights before take no more of their gradients: somebody
+    may still hold it."""
+    for parameter in parameters:
+        hook, held = _hooks.pop(parameter, (None, None))
+        if hook is None:
+            continue
+        hook.remove()
+        gpu.drop_sum(parameter)
+        if (optimizer := held()) is not None:
+            optimizer.is_released = True
 
 
 @contextmanager
@@ -105,7 +121,10 @@ class MasterAdamW:
         param_groups: as torch's; `lr` and `weight_decay` are read at every step.
         state: per parameter `step`, `exp_avg`, `exp_avg_sq`, `master`, split as the parameter is,
             and in 8 bits `exp_avg_scale`, `exp_avg_sq_scale`; setting one copies into it.
+        is_released: whether gradients of its weights have become another optimizer's (`release`).
     """
+
+    is_released = False
 
     def __init__(
         self,
@@ -170,13 +189,16 @@ class MasterAdamW:
             for group in self.param_groups
             for slices in bucketed(self._of_group(group, travels), size)
         ]
+        release(parameters)
+        held = weakref.ref(self)
         for parameter, entry in self.state.items():
             if isinstance(parameter, DTensor):
                 continue
-            parameter.register_post_accumulate_grad_hook(partial(_taken, weakref.ref(self)))
+            hook = parameter.register_post_accumulate_grad_hook(partial(_taken, held))
+            _hooks[parameter] = hook, held
             stays = not self._is_apart or sums_on_device or not entry.travels
             if stays and lane is None:
-                gpu.keep_sum(parameter, partial(_sum_of, weakref.ref(self)))
+                gpu.keep_sum(parameter, partial(_sum_of, held))
 
     def _of_group(self, group: Mapping[str, Any], travels: bool) -> list[Entry]:
         entries = [self.state[parameter] for parameter in group["params"]]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.config.engine import engine_settings
+from tandem.config.parallel import OptimizerStates, ParallelConfig
 from tandem.config.schema import OptimizerConfig, RunConfig
 from tandem.engine.ema import MovingAverage
 from tandem.engine.forward import Rows
@@ -106,6 +107,30 @@ def test_half_a_gradient_that_was_interrupted_is_not_in_the_next_step(
         return model.weight.detach()
 
     assert torch.equal(after_a_step(is_interrupted=False), after_a_step(is_interrupted=True))
+
+
+@pytest.mark.parametrize("kinds", [("fp32", "8bit"), ("8bit", "fp32"), ("bf16", "8bit")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_last_learner_of_a_model_has_its_whole_gradient(
+    dtype: torch.dtype, kinds: tuple[OptimizerStates, OptimizerStates]
+) -> None:
+    """An earlier one may live on, where a traceback or a notebook still holds it."""
+    inputs = torch.randn(4, 3, dtype=dtype)
+
+    def norm_of(*states: OptimizerStates) -> tuple[float, Learner]:
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)).to(dtype)
+        parallel = [ParallelConfig(optimizer_states=kind) for kind in states]
+        made = [Learner("test", model, OptimizerConfig(), parallel=p) for p in parallel]
+        made[-1].backward(model(inputs).float().pow(3).sum(), 4.0)
+        return made[-1].step(), made[0]
+
+    first, last = kinds
+    (alone, _), (norm, earlier) = norm_of(last), norm_of(first, last)
+    assert norm == alone > 0
+    if dtype == torch.bfloat16 or first != "fp32":
+        with pytest.raises(ModelError, match="test: a model must be trained by the last learner"):
+            earlier.backward(torch.zeros((), requires_grad=True), 1.0)
 
 
 class Reads(TorchDispatchMode):
