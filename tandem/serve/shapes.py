@@ -154,7 +154,7 @@ class CompletionShape(_Common):
         choices = []
         for choice in answering.choices:
             echo = choice.prompt.text if answering.wanted.echo else ""
-            written = self._choice(choice, echo + choice.text, 0, with_echo=True)
+            written = self._choice(choice, echo + choice.text, 0)
             choices.append(self._with_extras(choice, written))
         return {**self._head, "object": self.object_whole, "choices": choices,
                 "usage": answering.usage()}  # fmt: skip
@@ -168,37 +168,32 @@ class CompletionShape(_Common):
         first = self._new(step, step.text)
         if first is None:
             return None
-        choice = step.choice
-        is_echo = not choice.token_ids and not choice.finish and bool(choice.echoed)
-        written = self._choice(choice, step.text, first, with_echo=is_echo)
-        return self._chunk(self._with_extras(choice, written))
+        written = self._choice(step.choice, step.text, first)
+        return self._chunk(self._with_extras(step.choice, written))
 
-    def _choice(self, choice: Choice, text: str, first: int, *, with_echo: bool) -> dict[str, Any]:
+    def _choice(self, choice: Choice, text: str, first: int) -> dict[str, Any]:
         return {
             "index": choice.index,
             "text": text,
-            "logprobs": self._logprobs(choice, first, with_echo),
+            "logprobs": self._logprobs(choice, first),
             "finish_reason": choice.finish or None,
         }
 
-    def _logprobs(self, choice: Choice, first: int, with_echo: bool) -> dict[str, Any] | None:
+    def _logprobs(self, choice: Choice, first: int) -> dict[str, Any] | None:
         if self._top < 0:
             return None
-        echoed = choice.prompt.token_ids if choice.echoed else ()
+        entries: list[TokenLogprobs | None] = [*choice.logprobs[first:]]
+        ids = [entry.token_id for entry in choice.logprobs[first:]]
+        if choice.index not in self._offsets:  # the first that is told of it
+            self._offsets[choice.index] = Offsets(self._tokens)
+            if choice.echoed:
+                entries, ids = [*choice.echoed, *entries], [*choice.prompt.token_ids, *ids]
         text = (choice.prompt.text if choice.echoed else "") + choice.text
-        offsets = self._offsets.get(choice.index)
-        if offsets is None:
-            offsets = self._offsets[choice.index] = Offsets(self._tokens)
-            if not with_echo:
-                offsets.of(echoed, text)
-        new = choice.logprobs[first:]
-        entries: list[TokenLogprobs | None] = [*choice.echoed, *new] if with_echo else [*new]
-        ids = [*(echoed if with_echo else ()), *(entry.token_id for entry in new)]
         return {
             "tokens": [self._tokens.name(token) for token in ids],
             "token_logprobs": [None if e is None else _finite(e.logprob) for e in entries],
             "top_logprobs": [None if e is None else self._top_of(e) for e in entries],
-            "text_offset": offsets.of(ids, text),
+            "text_offset": self._offsets[choice.index].of(ids, text),
         }
 
     def _top_of(self, observed: TokenLogprobs) -> dict[str, float]:

@@ -12,13 +12,18 @@ import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from tandem.generation.observed import TokenLogprobs
 from tandem.generation.streaming import Conversations
+from tandem.serve.answering import Choice, Step
+from tandem.serve.preparing import Prepared
 from tandem.serve.server import _printable
+from tandem.serve.shapes import CompletionShape
 from tandem.serve.token_bytes import Offsets, TokenBytes
 from tests.serve.serving import TestClient, ask, events
 
@@ -105,6 +110,25 @@ def test_a_streamed_echo_and_its_logprobs_are_those_of_the_whole(client: TestCli
         for name, values in (chunk["choices"][0]["logprobs"] or {}).items():
             joined[name] += values
     assert joined == whole["logprobs"]
+
+
+def test_a_streamed_echo_of_a_prompt_without_text_has_its_tokens() -> None:
+    """Of an empty text a tokenizer may make a token that begins texts."""
+    backend = Tokenizer(models.BPE({"<s>": 0, "a": 1}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+    answering = Mock(wanted=Mock(top_logprobs=1, include_usage=False))
+    choice = Choice(0, Prepared((0,), text=""), echoed=[None])
+    shapes = [CompletionShape("m", TokenBytes(tokenizer), answering) for _ in range(2)]
+    assert shapes[0].chunk(Step(choice, "", 0)) is None
+    choice.text, choice.token_ids = "a", [1]
+    choice.logprobs = [TokenLogprobs(1, -0.5, ((1, -0.5),))]
+    chunk = shapes[0].chunk(Step(choice, "a", 0))
+    assert chunk is not None
+    whole = {"tokens": ["<s>", "a"], "token_logprobs": [None, -0.5],
+             "top_logprobs": [None, {"a": -0.5}], "text_offset": [0, 0]}  # fmt: skip
+    assert chunk["choices"][0]["logprobs"] == whole
+    answering.choices = [choice]
+    assert shapes[1].whole(answering)["choices"][0]["logprobs"] == whole
 
 
 def test_streamed_logprobs_of_a_chat_are_those_of_the_whole(client: TestClient) -> None:
