@@ -20,7 +20,7 @@ from tandem.config.knob import Unset
 from tandem.config.nearest import advice
 from tandem.config.rules import rule_problems
 from tandem.config.schema import RunConfig, rl_section
-from tandem.config.spellings import conversion, knob_meant, note_of, with_dotted_verl
+from tandem.config.spellings import conversion, knob_meant, note_of, with_dotted
 from tandem.config.stages import defaults_of, of_family, rl_stage, stage_names, stage_of
 from tandem.config.updates import answers_per_step
 from tandem.config.yaml_file import read_file
@@ -121,7 +121,7 @@ def with_our_names(values: Any, stage: str = "") -> tuple[Any, list[str], list[s
     """
     others: list[tuple[str, str, Any]] = []
     known = [name for name, _ in config_knobs()]
-    values = with_dotted_verl(values, _sections()) if isinstance(values, Mapping) else values
+    values = with_dotted(values, _sections()) if isinstance(values, Mapping) else values
     values = _without_aliases(values, "", known, others, stage and stage_of(stage).section)
     notes, problems = [], []
     for name, knob, value in others:
@@ -268,7 +268,7 @@ def plain_values(value: Any) -> Any:
 def _without_aliases(
     raw: Any, prefix: str, knobs: list[str], others: list[tuple[str, str, Any]], section: str
 ) -> Any:
-    """A copy without aliases; those go to `others` as (name, knob, value)."""
+    """A copy without aliases; those with a value go to `others` as (name, knob, value)."""
     if not isinstance(raw, Mapping):
         return raw
     kept: dict[Any, Any] = {}
@@ -277,8 +277,8 @@ def _without_aliases(
         if any(knob.startswith(f"{name}.") for knob in knobs):
             kept[key] = _without_aliases(value, f"{name}.", knobs, others, section)
         elif name not in knobs and (knob := knob_meant(name, knobs, section)):
-            others.append((name, knob, value))
-        else:
+            others += [(name, knob, value)] if value is not None else []
+        elif name in knobs or value is not None or not conversion(name, section):  # else not set
             kept[key] = value
     return kept
 
@@ -295,13 +295,11 @@ def _build(
         return cls()
     hints = type_hints(cls)
     values: dict[str, Any] = {}
-    strange = []
+    strange: dict[str, list[str]] = {}
     for key, value in raw.items():
         name = f"{prefix}{key}"
         if key not in hints:
-            told = _hint(name, stages)
-            problems += [f"{name} is not a knob. {told}"] if told else []
-            strange += [] if told else [name]
+            strange.setdefault(_hint(name, stages), []).append(name)
         elif dataclasses.is_dataclass(hints[key]):
             nested = typing.cast(type, hints[key])
             values[key] = _build(nested, value, f"{name}.", problems, stages)
@@ -312,9 +310,10 @@ def _build(
                 values[key] = _convert(value, hints[key])
             except ValueError as error:
                 problems.append(f"{name} must be {error}; got {value!r}")
-    if strange:
-        are = "are not knobs" if len(strange) > 1 else "is not a knob"
-        problems.append(f"{', '.join(strange)} {are}. Known here: {', '.join(hints)}.")
+    for told, names in sorted(strange.items(), key=lambda item: not item[0]):
+        are = "are not knobs" if len(names) > 1 else "is not a knob"
+        told = told or f"Known here: {', '.join(hints)}."
+        problems.append(f"{', '.join(names)} {are}. {told}")
     return cls(**values)
 
 

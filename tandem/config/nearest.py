@@ -14,6 +14,7 @@ from tandem.config.spellings import (
     conversion,
     conversion_advice,
     ending,
+    exact_knobs,
     listed,
     plain,
     section_meant,
@@ -88,6 +89,8 @@ def nearest_knobs(wanted: str, known: Iterable[str], sections: Sequence[str] = (
         sections: knobs in these are preferred.
     """
     names = list(known)
+    if exact := exact_knobs(wanted.lower(), names):
+        return within(sections, exact) or exact
     wanted = plain(spelled(wanted).lower())
     section, _, last = wanted.rpartition(".")
     sections = [section] if section else sections

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Literal
 
@@ -12,7 +12,16 @@ from tandem.config.flags import show_value
 from tandem.config.knob_facts import knob_docs, knob_types
 from tandem.config.load import bounds_text, config_knobs
 from tandem.config.nearest import SHORT_NAMES
-from tandem.config.spellings import ALIASES, CONVERSIONS, RENAMED, VERL, alias_knobs, ending
+from tandem.config.spellings import (
+    ALIASES,
+    CONVERSIONS,
+    OPENRLHF,
+    RENAMED,
+    VERL,
+    alias_knobs,
+    ending,
+    exact_knobs,
+)
 
 _HEAD = """# Configuration
 
@@ -41,6 +50,12 @@ _VERL = """### verl's names
 
 Dotted, as in `--data.train_files F`, or nested in a file. One with a name of the tables above is
 read or answered like that name.
+"""
+
+_OPENRLHF = """### OpenRLHF's names
+
+Those of version 0.11 and later, dotted, as in `--actor.adam.lr 1e-6`; read or answered likewise.
+Earlier versions' are in the tables above.
 """
 
 _RENAMED = """## Earlier names
@@ -75,19 +90,25 @@ def _other_names() -> list[str]:
         (f"`{name}`", _knobs(ending(ends, known)), advice)
         for name, (ends, advice) in sorted(CONVERSIONS.items())
     ]
-    verl = [
-        (f"`{name}`", f"`{use}`", "")
-        if isinstance(use, str)
-        else (f"`{name}`", _knobs(ending(use[0], known)), use[1])
-        for name, use in sorted(VERL.items())
-    ]
     renamed = [(f"`{old}`", f"`{new}`") for old, new in RENAMED.items()]
     return [
         *(_ALIASES, _table(("name", "knob", ""), aliases)),
         *(_CONVERSIONS, _table(("name", "use", ""), conversions)),
-        *(_VERL, _table(("name", "like, or use", ""), verl)),
+        *(_VERL, _dotted(VERL, known)),
+        *(_OPENRLHF, _dotted(OPENRLHF, known)),
         *(_RENAMED, _table(("earlier", "now"), renamed)),
     ]
+
+
+def _dotted(names: Mapping[str, str | tuple[str, str]], known: Sequence[str]) -> str:
+    """The table of another trainer's dotted names."""
+    rows = []
+    for name, use in sorted(names.items()):
+        if isinstance(use, tuple):
+            rows.append((f"`{name}`", _knobs(ending(use[0], known)), use[1]))
+        else:
+            rows.append((f"`{name}`", _knobs(exact_knobs(name, known)) or f"`{use}`", ""))
+    return _table(("name", "like, or use", ""), rows)
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

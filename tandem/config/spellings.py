@@ -29,10 +29,14 @@ CONVERSIONS: dict[str, tuple[str, str]] = {
 """Name elsewhere -> (knobs to use, by the ends of their names; how to convert). A dotted name is
 that name in one section, or for the command of one stage."""
 
-VERL: dict[str, str | tuple[str, str]] = {
-    name: use if isinstance(use, str) else (use[0], use[1]) for name, use in _TABLES["verl"].items()
-}
-"""verl's dotted name -> the name above that it is read as, or knobs and how to convert."""
+VERL, OPENRLHF = (
+    {name: use if isinstance(use, str) else (use[0], use[1]) for name, use in _TABLES[who].items()}
+    for who in ("verl", "openrlhf")
+)
+"""A dotted name of theirs -> the name above that it is read as, or the end of the names of knobs
+with exactly its meaning, or knobs and how to convert."""
+_DOTTED: dict[str, str | tuple[str, str]] = VERL | OPENRLHF
+_ANSWERED = {*ALIASES, *(name.rpartition(".")[2] for name in CONVERSIONS)}
 
 _AND = "and"
 _OF_ALL_STAGES = ("stages",)
@@ -45,12 +49,12 @@ def spelled(name: str) -> str:
 
 
 def plain(name: str) -> str:
-    """A name with underscores; verl's as the other trainers' that means the same."""
-    use = VERL.get(spelled(name))
+    """A name with underscores; a dotted one of verl's or OpenRLHF's as what it is read as."""
+    use = _DOTTED.get(spelled(name))
     return use if isinstance(use, str) else spelled(name)
 
 
-def with_dotted_verl(values: Mapping[Any, Any], sections: Sequence[str]) -> dict[Any, Any]:
+def with_dotted(values: Mapping[Any, Any], sections: Sequence[str]) -> dict[Any, Any]:
     """A copy in which what verl's file nests has dotted names, as on its command line.
 
     Args:
@@ -58,9 +62,9 @@ def with_dotted_verl(values: Mapping[Any, Any], sections: Sequence[str]) -> dict
     """
     flat: dict[Any, Any] = {}
     for key, value in values.items():
-        is_verl = any(name.startswith(f"{key}.") for name in VERL) and key not in sections
+        is_theirs = any(name.startswith(f"{key}.") for name in _DOTTED) and key not in sections
         flat |= (
-            _leaves(value, f"{key}.") if is_verl and isinstance(value, Mapping) else {key: value}
+            _leaves(value, f"{key}.") if is_theirs and isinstance(value, Mapping) else {key: value}
         )
     return flat
 
@@ -82,22 +86,33 @@ def knob_meant(name: str, known: Iterable[str], section: str = "") -> str:
         section: the command's own, which a name without a dot may omit. Other commands' sections
             are ignored: this command does not read them.
     """
-    name = plain(name)
-    if name in VERL:
+    is_exact, name = _is_exact(name), plain(name)
+    if name in _DOTTED:
         return ""
     if name in RENAMED and not (section and RENAMED[name] in _OF_ALL_STAGES):
         return RENAMED[name]
-    inside, _, last = name.rpartition(".")
+    inside, _, last = ("", "", name) if is_exact else name.rpartition(".")
     section = inside or section
-    if conversion(name, section) or (not section and _converted_somewhere(last)):
+    if not is_exact and (conversion(name, section) or (not section and _converted_somewhere(last))):
         return ""
-    knobs = alias_knobs(last, known)
+    knobs = ending(name, known) if is_exact else alias_knobs(last, known)
     if not section:
         knobs = [k for k in knobs if _section(k) not in _other_rl()] or knobs
     if section:
         own = within([section], knobs)
         knobs = own if inside or own else [k for k in knobs if _section(k) not in stage_sections()]
     return knobs[0] if len(knobs) == 1 else ""
+
+
+def exact_knobs(name: str, known: Iterable[str]) -> list[str]:
+    """The knobs that have exactly the meaning of a dotted name of verl's or OpenRLHF's, by the end
+    of theirs; none for another name, and for one that is read as a name of the tables above."""
+    return ending(plain(name), known) if _is_exact(name) else []
+
+
+def _is_exact(name: str) -> bool:
+    use = _DOTTED.get(spelled(name))
+    return isinstance(use, str) and use not in _ANSWERED
 
 
 def alias_knobs(last: str, known: Iterable[str]) -> list[str]:
@@ -111,7 +126,7 @@ def alias_knobs(last: str, known: Iterable[str]) -> list[str]:
 def conversion(name: str, section: str = "") -> tuple[str, str] | None:
     """The entry of `CONVERSIONS` for a name in a section (its own, if it is dotted)."""
     name = plain(name)
-    if isinstance(use := VERL.get(name), tuple):
+    if isinstance(use := _DOTTED.get(name), tuple):
         return use
     inside, _, last = name.rpartition(".")
     return CONVERSIONS.get(f"{inside or section}.{last}") or CONVERSIONS.get(last)
@@ -135,7 +150,7 @@ def conversion_advice(
     """
     name = plain(name)
     inside, _, last = name.rpartition(".")
-    sections = [inside] if inside and name not in VERL else sections
+    sections = [inside] if inside and name not in _DOTTED else sections
     if found := conversion(name, sections[0] if len(sections) == 1 else ""):
         ends, advice = found
         knobs = ending(ends, known)
@@ -167,7 +182,7 @@ def note_of(name: str, written: str, ours: str) -> str:
     name = plain(name)
     if name in RENAMED:
         return f"{written} is now {ours}"
-    remark = ALIASES[name.rpartition(".")[2]][1]
+    _, remark = ALIASES.get(name.rpartition(".")[2], ("", ""))
     return f"{written} is read as {ours}" + (f" ({remark})" if remark else "")
 
 

@@ -16,10 +16,12 @@ from tandem.config.schema import RunConfig
 from tandem.config.spellings import (
     ALIASES,
     CONVERSIONS,
+    OPENRLHF,
     RENAMED,
     VERL,
     alias_knobs,
     ending,
+    exact_knobs,
     knob_meant,
 )
 from tandem.errors import ConfigError
@@ -210,7 +212,7 @@ def test_a_key_with_the_same_meaning_is_read_with_one_note(
         ("grpo", "--soft_punish_cache 9", "Use --grpo.overlong-penalty and --grpo.overlong-buffer"),
         ("sft", "--loss_type nll", "Use --sft.loss: nll or dft"),
         ("online-dpo", "--beta 0.1", "Use --dpo.beta: the same value"),
-        ("grpo", "--critic.grad_clip 1", "Use --ppo.critic.max-grad-norm: the same value"),
+        ("grpo", "--critic.grad_clip 1", "Did you mean --ppo.critic.max-grad-norm?"),
         ("ppo", "--algorithm.kl_ctrl.target_kl 1", "Use --ppo.kl-coef-target: in nats per answer"),
         ("ppo", "--actor_rollout_ref.actor.clip_ratio_low 0.2", "Use --ppo.clip-ratio: the same"),
         ("grpo", "--actor_rollout_ref.actor.clip_ratio_low 0.2", "Use --grpo.clip-low: the same"),
@@ -336,6 +338,18 @@ def test_axolotls_file_is_answered_without_guesses(tmp_path: Path) -> None:
     assert "Known here" not in said
     file.write_text("sequence_len: 2048")
     assert read(f"--config {file}", "sft")[0].dataset.max_tokens == 2048
+    file.write_text("sample_packing: true\npad_to_sequence_len: true\n")
+    assert "sample_packing, pad_to_sequence_len are not knobs. Batches are" in refused(
+        f"--config {file}", "sft"
+    )
+    file.write_text("wandb_project:\nearly_stopping_patience:\ndeepspeed:\nfsdp:\ndebug_it:\n")
+    said = refused(f"--config {file}", "sft")
+    assert "debug_it is not a knob" in said
+    assert "wandb_project" not in said
+    file.write_text("wandb_project:\nearly_stopping_patience:\ndeepspeed:\nfsdp:\nseed: 3\n")
+    assert read(f"--config {file}", "sft")[0].seed == 3
+    file.write_text("log: {wandb: }\n")
+    assert "log.wandb must be text; got None" in refused(f"--config {file}", "sft")
 
 
 @pytest.mark.parametrize(
@@ -359,7 +373,7 @@ def test_a_name_in_a_file_means_what_it_does_for_the_command(
 def test_verls_file_is_read_and_answered_as_its_arguments_are(tmp_path: Path) -> None:
     file = tmp_path / "verl.yaml"
     file.write_text(
-        "data: {train_files: a.parquet, image_key: i}\n"
+        "data: {train_files: a.parquet, quite_unknown: i}\n"
         "actor_rollout_ref:\n"
         "  actor: {kl_loss_coef: 0.1, optim: {lr: 1e-6}}\n"
         "trainer: {nnodes: 2, save_freq: 9}\n"
@@ -368,7 +382,7 @@ def test_verls_file_is_read_and_answered_as_its_arguments_are(tmp_path: Path) ->
     for part in (
         "actor_rollout_ref.actor.kl_loss_coef is not a knob. Use grpo.kl and grpo.kl_coef: ",
         "trainer.nnodes is not a knob. Use --num-nodes",
-        "data.image_key is not a knob. Known here: ",
+        "data.quite_unknown is not a knob. Known here: ",
     ):
         assert part in said
     file.write_text(
@@ -377,6 +391,74 @@ def test_verls_file_is_read_and_answered_as_its_arguments_are(tmp_path: Path) ->
     config, _ = read(f"--config {file}", "grpo")
     assert config.data == ("a.parquet",)
     assert config.grpo.actor.learning_rate == 1e-6
+
+
+SFT_BY_OPENRLHF = """
+--data.max_len 4096 --data.dataset a.jsonl --train.batch_size 256 --actor.model_name_or_path m
+--ckpt.output_dir runs/sft --ckpt.save_steps 9 --ds.param_dtype bf16 --train.max_epochs 1
+--adam.lr 5e-6 --adam.betas 0.9 0.95 --eval.steps 7 --train.seed 7 --ds.lora.rank 8
+--model.gradient_checkpointing_enable --lr_warmup_ratio 0.03 --max_norm 2
+"""
+
+
+def test_openrlhfs_sft_command_is_read() -> None:
+    config, notes = read(SFT_BY_OPENRLHF, "sft")
+    assert (config.actor_model, config.data, config.output_dir) == ("m", ("a.jsonl",), "runs/sft")
+    assert (config.dtype, config.seed, config.save_every, config.lora.rank) == ("bf16", 7, 9, 8)
+    assert config.dataset.max_tokens == 4096
+    sft = config.sft
+    assert (sft.learning_rate, sft.batch_size, sft.epochs, sft.eval_every) == (5e-6, 256, 1.0, 7)
+    assert (sft.betas, sft.warmup, sft.max_grad_norm) == ((0.9, 0.95), 0.03, 2.0)
+    assert config.gradient_checkpointing
+    assert "--adam.lr is read as --sft.learning-rate" in notes[0]
+
+
+PPO_BY_OPENRLHF = """
+--actor.model_name_or_path m --reward.model_name_or_path r --critic.model_name_or_path c
+--ref.model_name_or_path f --ckpt.output_dir runs/ppo --train.batch_size 128 --train.max_epochs 2
+--rollout.n_samples_per_prompt 4 --actor.adam.lr 5e-7 --critic.adam.lr 9e-6
+--critic.adam.betas 0.9 0.95 --actor.lr_warmup_ratio 0.1 --algo.kl.init_coef 0.02
+--data.prompt_dataset a.jsonl --rollout.max_new_tokens 64 --actor.eps_clip 0.1
+--algo.advantage.lambd 0.9
+"""
+
+
+def test_openrlhfs_ppo_command_is_read_and_what_differs_answered() -> None:
+    config, _ = read(PPO_BY_OPENRLHF, "ppo")
+    assert (config.actor_model, config.reward_model, config.critic_model) == ("m", "r", "c")
+    assert (config.reference_model, config.output_dir) == ("f", "runs/ppo")
+    ppo = config.ppo
+    assert (ppo.minibatch_size, ppo.epochs, ppo.kl_coef, ppo.lam) == (128, 2, 0.02, 0.9)
+    assert (ppo.actor.learning_rate, ppo.critic.learning_rate) == (5e-7, 9e-6)
+    assert (ppo.critic.betas, ppo.actor.warmup, ppo.clip_ratio) == ((0.9, 0.95), 0.1, 0.1)
+    assert config.sampling.samples_per_prompt == 4
+    assert read("--reward.remote_url http://h:1/x", "ppo")[0].ppo.reward_function
+    said = refused(
+        "--ref.num_nodes 1 --vllm.num_engines 4 --rollout.batch_size 1024 --ref.offload "
+        "--reward.normalize_enable --reward.clip_range -5 5 --train.colocate_all --muon.lr 1 "
+        "--algo.advantage.estimator group_norm --logger.wandb.key k --train.micro_batch_size 1",
+        "ppo",
+    )
+    for part in (
+        "--ref.num_nodes is not a flag of tandem ppo. All models share all ranks",
+        "--vllm.num_engines is not a flag of tandem ppo. Tandem generates on the training weights",
+        "--rollout.batch_size is not a flag of tandem ppo. Use --ppo.prompts-per-step",
+        "Use --parallel.offload: write reference",
+        "Scores of a reward model are normalized",
+        "Use --ppo.reward-clip: one bound for both sides",
+        "Use --grpo.algorithm: gae is the stage ppo",
+        "Use --log.wandb: a project's name",
+        "Use --micro-batch-tokens: tokens per forward",
+    ):
+        assert part in said
+    assert "Did you mean" not in said
+
+
+@pytest.mark.parametrize(("table", "command"), [(OPENRLHF, "ppo"), (VERL, "ppo"), (VERL, "grpo")])
+def test_every_dotted_name_is_read_or_answered(table: dict[str, Any], command: str) -> None:
+    for name in table:
+        if not knob_meant(name, KNOWN, command):
+            assert "See tandem" not in refused(f"--{name} 1", command)
 
 
 def test_a_configuration_saved_under_earlier_names_is_read_with_one_line(
@@ -443,10 +525,10 @@ def test_the_tables_name_knobs_that_there_are_and_hide_none() -> None:
         assert advice, name
         assert all(ending(end, KNOWN) for end in ends.split() if end != "and"), name
         assert name not in ALIASES, name
-    for name, use in VERL.items():
+    for name, use in {**VERL, **OPENRLHF}.items():
         if isinstance(use, str):
             dotted = [known for known in CONVERSIONS if known.endswith(f".{use}")]
-            assert use in {*ALIASES, *CONVERSIONS} or dotted, name
+            assert use in {*ALIASES, *CONVERSIONS} or dotted or exact_knobs(name, KNOWN), name
         else:
             assert all(ending(end, KNOWN) for end in use[0].split()), name
             assert use[1], name
