@@ -286,7 +286,11 @@ def test_problems_name_the_rows_own_columns() -> None:
             {"chosen": "4", "rejected": "5"},
             "Name the prompt's column, as in FILE::prompt=COLUMN.",
         ),
-        ({"a": ASK, "b": ASK}, "Map its columns, as in FILE::prompt=question,completion=answer."),
+        (
+            {"a": ASK, "b": ASK},
+            "Map its columns, as in FILE::prompt=question,completion=answer, or for pairs "
+            "FILE::prompt=question,chosen=better,rejected=worse.",
+        ),
     ],
 )
 def test_a_refused_row_names_the_map_that_may_read_it(row: dict[str, Any], advice: str) -> None:

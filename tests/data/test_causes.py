@@ -254,7 +254,8 @@ def test_rows_that_are_all_bad_name_the_commonest_cause(tmp_path: Path) -> None:
         assert told.startswith("No row of a could be used (2 of 3: row must have the columns of a ")
         assert told.endswith(
             f"; the first, {tmp_path}/a.jsonl:2: found columns foo. Map its columns, as in "
-            "FILE::prompt=question,completion=answer"
+            "FILE::prompt=question,completion=answer, or for pairs "
+            "FILE::prompt=question,chosen=better,rejected=worse"
         )
 
 

@@ -145,6 +145,13 @@ def test_a_pattern_is_left_to_the_shell(pattern: str, tmp_path: Path) -> None:
     assert columns_of(str(tmp_path / pattern)) == [{"text": "b"}]
 
 
+def test_a_column_map_behind_one_colon_is_told(tmp_path: Path) -> None:
+    (tmp_path / "p.csv").write_text("q,a\n1,2\n")
+    given = f"{tmp_path}/p.csv:prompt=q,completion=a"
+    with pytest.raises(DataError, match=r"two colons .*Write .*p\.csv::prompt=q,completion=a\."):
+        list(read_rows(parse_spec(given)))
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no.jsonl must be an existing file or folder"):
         list(read_rows(parse_spec(str(tmp_path / "no.jsonl"))))

@@ -62,6 +62,8 @@ _READERS: dict[str, Callable[[Path, str, OnBlank], Rows]] = dict(
 )
 _FORMATS = ", ".join(ENDINGS)
 _RENAME = "Rename it according to its content."
+_MAP = re.compile(r":\w+=[^/]*$")
+"""A column map behind one colon, which is no part of a data set's name."""
 _LINK = re.compile(
     r"(?:https?://(?:huggingface\.co|hf\.co)/|hf://)datasets/(?P<hub>[\w.-]+/[\w.-]+)/?$|\w+://"
 )
@@ -241,6 +243,11 @@ def _require_hub_name(part: Part, path: Path) -> None:
         raise DataError(
             f"data set {visible(part.text)} must be one file or folder; got a pattern. Give the "
             "folder, or write the pattern without quotes: the shell makes the files' names of it."
+        )
+    if found := _MAP.search(part.base):
+        raise DataError(
+            f"data set {visible(part.text)} must have two colons before its column map; got one. "
+            f"Write {visible(f'{part.base[: found.start()]}:{part.base[found.start() :]}')}."
         )
     if link := _LINK.match(part.base):
         name = link["hub"]

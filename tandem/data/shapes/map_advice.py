@@ -47,7 +47,10 @@ def unknown_shape(
         return gap
     if lower:
         return _of_case(row, lower)
-    example = "Map its columns, as in FILE::prompt=question,completion=answer."
+    example = (
+        "Map its columns, as in FILE::prompt=question,completion=answer, or for pairs "
+        "FILE::prompt=question,chosen=better,rejected=worse."
+    )
     return RowProblem(
         "",
         names(row) + (f" with {', '.join(columns)} mapped" if columns else ""),
