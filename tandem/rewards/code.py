@@ -24,6 +24,7 @@ from typing import Any
 from tandem.errors import ConfigError
 from tandem.process import die_with_parent
 from tandem.rewards import limits
+from tandem.rewards.running_clock import RunningClock
 
 _FENCED = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _MOST_PROCESSES = 16
@@ -139,9 +140,9 @@ def _told(process: subprocess.Popen[bytes], token: str, seconds: float) -> bool:
     with suppress(BrokenPipeError):
         process.stdin.write(token.encode() + b"\n")
         process.stdin.close()
-    until = time.monotonic() + seconds
+    clock = RunningClock()
     while process.poll() is None:
-        if time.monotonic() > until:
+        if clock() > seconds:
             return False
         if limits.num_descendants(process.pid, _MOST_PROCESSES) > _MOST_PROCESSES:
             return False

@@ -23,6 +23,7 @@ from tandem.errors import ConfigError
 from tandem.processor import num_cores
 from tandem.rewards.calling import Call, Judge, Outcome, Reason, RewardFunction, failed
 from tandem.rewards.feed import Feed
+from tandem.rewards.running_clock import SLICE, RunningClock
 from tandem.rewards.worker import MOST_PROCESSES, What, fork_host, receive, send
 from tandem.stopping import holding_back
 from tandem.text import visible
@@ -169,6 +170,7 @@ class WorkerPool:
         """
         self._is_stopped = False
         busy: dict[int, _Busy] = {}  # by descriptor
+        clock = RunningClock()
         try:
             self._watch(on=True)
             with selectors.DefaultSelector() as selector:
@@ -182,23 +184,23 @@ class WorkerPool:
                             done(number, failed(len(call), "died", "its worker died"))
                             continue
                         worker.number, worker.call = number, call
-                        worker.due = time.monotonic() + self._seconds(call)
+                        worker.due = clock() + self._seconds(call)
                         busy[worker.connection.fileno()] = worker
                         selector.register(worker.connection, selectors.EVENT_READ)
                     if not busy and (feed.bell is None or feed.is_over()):
                         continue
                     first = min((worker.due for worker in busy.values()), default=None)
-                    patience = None if first is None else max(0.0, first - time.monotonic())
+                    patience = None if first is None else min(SLICE, max(0.0, first - clock()))
                     ready = {key.fd for key, _ in selector.select(patience)}
                     if feed.bell is not None and feed.bell.fileno() in ready:
                         feed.heard()
                         ready.discard(feed.bell.fileno())
-                    now = time.monotonic()
+                    now = clock()
                     ready |= {fd for fd, worker in busy.items() if worker.due <= now}
                     for descriptor in sorted(ready):
                         selector.unregister(busy[descriptor].connection)
                         worker = busy.pop(descriptor)
-                        done(worker.number, self._answer(worker, worker.call))
+                        done(worker.number, self._answer(worker, worker.call, clock))
             self._watch(on=False)
         except BaseException:
             for worker in busy.values():
@@ -308,15 +310,15 @@ class WorkerPool:
             return 0, ""
         return reply["status"], reply["why"]
 
-    def _answer(self, worker: _Busy, call: Call) -> list[Outcome]:
+    def _answer(self, worker: _Busy, call: Call, clock: RunningClock) -> list[Outcome]:
         """What a worker has answered, or why it did not."""
         content = None
-        late = worker.due <= time.monotonic()
+        late = worker.due <= clock()
         if not late or _has_answered(worker.connection):
             with suppress(OSError, ValueError):
-                worker.connection.settimeout(max(0.01, worker.due - time.monotonic()))
+                worker.connection.settimeout(max(0.01, worker.due - clock()))
                 content = receive(worker.connection)
-        late = worker.due <= time.monotonic()
+        late = worker.due <= clock()
         try:
             reply = json.loads(content) if content is not None else None
             outcomes = [Outcome(*item) for item in reply["outcomes"]] if reply else []

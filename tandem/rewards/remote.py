@@ -28,6 +28,7 @@ from urllib.request import Request
 from tandem.errors import ConfigError, StoppedWaiting
 from tandem.rewards.calling import CallError, is_reward
 from tandem.rewards.connection import Connection
+from tandem.rewards.running_clock import SLICE, RunningClock
 from tandem.stopping import stop_asked
 from tandem.text import visible
 
@@ -36,6 +37,8 @@ FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 15.0
 _SLICE = 0.1
 """Seconds of a pause after which it is seen that a signal asked for a stop."""
+_LEEWAY_SECONDS = 3600.0
+"""By how much a socket's timeout exceeds the deadline: it goes on while the process is stopped."""
 _LONGEST_REPLY = 64 * 2**20
 _SHOWN = 120
 _SCHEMES = ("Bearer", "Basic", "Token")
@@ -220,14 +223,16 @@ class RemoteReward:
 
         def ask() -> None:
             try:
-                found.append(self._posted(connection, content, seconds))
+                found.append(self._posted(connection, content, seconds + _LEEWAY_SECONDS))
             except BaseException as error:
                 found.append(error)
 
         thread = threading.Thread(target=ask, name="remote reward", daemon=True)
         thread.start()
         try:
-            thread.join(seconds)
+            clock = RunningClock()
+            while thread.is_alive() and (left := seconds - clock()) > 0:
+                thread.join(min(SLICE, left))
             # Before the connection is closed, which could pass for the end of the reply.
             reply = found[0] if found else TimeoutError()
         finally:
