@@ -31,18 +31,19 @@ _HEAD = re.compile(rb'\{"stage": "([^"]+)", "step": (\d+), "every": (\d+)')
 
 
 class AnswerLines:
-    """One stage's lines of one file, of at most about `limit` bytes.
+    """One stage's lines of one file, of at most about `limit` bytes, or of one step.
 
     What it knows it reads from the file, so that a continued run goes on as if never stopped.
     """
 
-    def __init__(self, path: Path, stage: str, limit: int) -> None:
+    def __init__(self, path: Path, stage: str, limit: int, every: int = 1) -> None:
+        """`every`: where the file has no lines of the stage, as `recorded_every`."""
         self.path = path
         self._stage = stage
         self._limit = limit
         own = [line for line in _lines(path) if _head(line)[0] == stage]
         self._size = sum(map(len, own))
-        self.every = _head(own[-1])[2] if own else 1
+        self.every = _head(own[-1])[2] if own else every
         """Steps that are multiples of it are recorded."""
 
     def is_due(self, step: int) -> bool:
@@ -58,12 +59,15 @@ class AnswerLines:
         return self._thin() if self._size > self._limit else ""
 
     def _thin(self) -> str:
-        """Keep every second recorded step, until the lines fill half of the limit."""
-        lines, before = _lines(self.path), self.every
-        while self._size > self._limit // 2 and self.every < 2**40:
+        """Keep every second recorded step, until the lines fill half of the limit or are of one
+        step: without any, a continued run would not know `every`."""
+        kept, before = _lines(self.path), self.every
+        while self._size > self._limit // 2 and len(self._steps(kept)) > 1:
             self.every *= 2
-            kept = [line for line in lines if self._keeps(*_head(line)[:2])]
+            kept = [line for line in kept if self._keeps(*_head(line)[:2])]
             self._size = sum(len(line) for line in kept if _head(line)[0] == self._stage)
+        if self.every == before:
+            return ""
         head = rb'{"stage": "%s", "step": \2, "every": %d' % (self._stage.encode(), self.every)
         replace(
             self.path,
@@ -77,8 +81,18 @@ class AnswerLines:
             f"{self.every}th step instead of every {before}th"
         )
 
+    def _steps(self, lines: Sequence[bytes]) -> set[int]:
+        return {step for stage, step, _ in map(_head, lines) if stage == self._stage}
+
     def _keeps(self, stage: str, step: int) -> bool:
         return stage != self._stage or step % self.every == 0
+
+
+def recorded_every(path: Path, stage: str) -> int:
+    """Which steps of a stage a file records (multiples of it), by its last line of the stage; 1 if
+    it has none. A continued stage asks before its later lines are cut, which may be all it has."""
+    own = [head for head in map(_head, _lines(path)) if head[0] == stage]
+    return own[-1][2] if own else 1
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -14,7 +14,7 @@ from typing import Any, Self
 from tandem.config.stages import stage_of
 from tandem.files import append
 from tandem.metrics.alarms import Alarm, check_alarms
-from tandem.metrics.answers import ANSWER_FILES, LINE_FILES, AnswerLines
+from tandem.metrics.answers import ANSWER_FILES, LINE_FILES, AnswerLines, recorded_every
 from tandem.metrics.console import StageConsole
 from tandem.metrics.names import find_metric
 from tandem.metrics.records import (
@@ -106,6 +106,10 @@ class MetricLog:
         self._thresholds = dict(thresholds or {})
         self._run_dir.mkdir(parents=True, exist_ok=True)
         first_step = start_step + 1 if start_step else 0
+        every = {
+            name: recorded_every(self._run_dir / name, stage) if start_step else 1
+            for name in ANSWER_FILES
+        }
         damaged = [
             cut_lines(
                 self._run_dir / name,
@@ -115,7 +119,8 @@ class MetricLog:
             for name in LINE_FILES
         ]
         self._answers = {
-            name: AnswerLines(self._run_dir / name, stage, record_bytes) for name in ANSWER_FILES
+            name: AnswerLines(self._run_dir / name, stage, record_bytes, every[name])
+            for name in ANSWER_FILES
         }
         self._history = [r for r in read_metrics(self._run_dir) if r.stage == stage]
         self._sinks: list[Sink] = []

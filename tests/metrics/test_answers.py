@@ -42,6 +42,26 @@ def test_a_continued_file_goes_on_as_if_never_stopped(tmp_path, stopped):
     assert parts.read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.parametrize("limit", [1, 150, 500])
+@pytest.mark.parametrize(("killed", "saved"), [(8, 5), (40, 12), (33, 31), (150, 2)])
+def test_so_does_one_whose_every_line_is_after_the_checkpoint(tmp_path, limit, killed, saved):
+    """A step's lines take up a third of the limit or more: few steps are kept, the last ones."""
+
+    def logged(folder, first, last, start_step):
+        options = {"tensorboard": False, "console": False, "record_bytes": limit}
+        with MetricLog(folder, "ppo", 200, start_step=start_step, **options) as log:
+            for step in range(first, last + 1):
+                log.record(step, ANSWERS_FILE, lambda: [{"reward": [0.5] * 10}] * 2)
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    logged(whole, 1, 200, 0)
+    logged(parts, 1, killed, 0)
+    logged(parts, saved + 1, 200, saved)
+    content = (whole / ANSWERS_FILE).read_bytes()
+    assert content
+    assert (parts / ANSWERS_FILE).read_bytes() == content
+
+
 def test_thinning_leaves_the_lines_of_other_stages(tmp_path):
     path = tmp_path / ANSWERS_FILE
     write(path, 1, 5, stage="grpo")
