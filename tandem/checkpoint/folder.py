@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Mapping
@@ -164,8 +165,11 @@ def _manifest_text(folder: Path) -> str:
 def clear(folder: Path, aside: Path) -> None:
     """Make the folder to write in, and remove those that killed processes left."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.glob(f".tmp-{folder.name}-*"):
-        shutil.rmtree(left, ignore_errors=True)
+    # Not those of another folder, `NAME-more`, which may be written at this moment.
+    own = re.compile(rf"\.tmp-{re.escape(folder.name)}-(replaced-)?\d+")
+    for left in folder.parent.iterdir():
+        if own.fullmatch(left.name):
+            shutil.rmtree(left, ignore_errors=True)
     aside.mkdir()
 
 

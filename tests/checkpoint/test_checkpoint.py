@@ -301,6 +301,17 @@ def test_what_is_not_ours_is_never_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["sft"]
 
 
+@pytest.mark.parametrize("name", ["ppo", "ppo[1]", "*"])
+def test_only_what_was_begun_of_the_same_folder_is_removed(tmp_path: Path, name: str) -> None:
+    """`tandem export --output models/ppo` beside one into models/ppo-2."""
+    own = [tmp_path / f".tmp-{name}-{rest}" for rest in ("17", "replaced-17")]
+    others = [tmp_path / f".tmp-{other}-18" for other in ("ppo-2", "ppo1", "ppo-2-replaced", "p")]
+    for folder in (*own, *others):
+        folder.mkdir()
+    write_folder(tmp_path / name, lambda aside: (aside / "a").touch())
+    assert {path.name for path in tmp_path.iterdir()} == {name, *(path.name for path in others)}
+
+
 def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     write_folder(folder, lambda f: (f / "a").write_text("1") and None)
