@@ -94,9 +94,11 @@ def _is_running(process: int) -> bool:
     return True
 
 
-def lock(path: Path) -> BinaryIO | None:
+def lock(path: Path, *, inherited: bool = False) -> BinaryIO | None:
     """Lock `path` for this process, not for those it forks, until the process ends.
 
+    Args:
+        inherited: also for the processes that are given the open file, until all have ended.
     Returns:
         the open file that holds the lock; None if another process holds it.
     Raises:
@@ -104,7 +106,7 @@ def lock(path: Path) -> BinaryIO | None:
     """
     file = path.open("ab", buffering=0)
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (fcntl.flock if inherited else fcntl.lockf)(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             file.close()

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from tandem.process import die_with_parent
 
@@ -35,10 +36,13 @@ class Ended:
     error: str
 
 
-def run_command(arguments: Sequence[str], log: Path) -> Ended:
+def run_command(arguments: Sequence[str], log: Path, held: BinaryIO | None = None) -> Ended:
     """Run `tandem` with these arguments to its end, with its output in `log`.
 
-    Ctrl-C here stops it, and it ends with this process.
+    Ctrl-C here stops it, and it ends with this process, once it has saved its step.
+
+    Args:
+        held: a lock that is also the command's, until that ends (`files.lock`).
     """
     mark = uuid.uuid4().hex
     start = time.monotonic()
@@ -49,6 +53,7 @@ def run_command(arguments: Sequence[str], log: Path) -> Ended:
             stdout=file,
             stderr=subprocess.STDOUT,
             env={**os.environ, _MARK: mark},
+            pass_fds=() if held is None else (held.fileno(),),
             preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
         )
         watch = PeakWatch(f"{_MARK}={mark}", process.pid)

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import yaml
 
@@ -22,6 +23,7 @@ from tandem.config.load import dump_config, plain_values
 from tandem.config.schema import RunConfig
 from tandem.config.stages import in_order, stage_of
 from tandem.errors import CheckpointError, ConfigError
+from tandem.files import lock
 from tandem.plan.cases import Axes, Case, Skipped, skip_reasons, sweep_cases
 from tandem.plan.knobs import with_knobs
 from tandem.plan.processes import run_command
@@ -29,6 +31,7 @@ from tandem.plan.results import Result, read_result, result_of, write_result
 from tandem.plan.sweep_table import summary_line, write_tables
 
 START = "start"
+_LOCK = ".lock"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +72,7 @@ def run_sweep(sweep: Sweep, print_line: Callable[[str], None] = print) -> list[R
         the results of all cases in order, earlier ones included.
     Raises:
         ConfigError: nothing to run, or the stages before the sweep failed.
-        CheckpointError: the folder has results of other knobs.
+        CheckpointError: the folder has results of other knobs, or another sweep is running in it.
     """
     cases, skipped = planned(sweep)
     for line in skip_reasons(skipped):
@@ -80,9 +83,36 @@ def run_sweep(sweep: Sweep, print_line: Callable[[str], None] = print) -> list[R
             "and --stages."
         )
     sweep.folder.mkdir(parents=True, exist_ok=True)
+    with _hold(sweep.folder) as held:
+        return _run_all(sweep, cases, skipped, held, print_line)
+
+
+def _hold(folder: Path) -> BinaryIO:
+    """Lock the sweep's folder until the file is closed here and in the cases that get it.
+
+    Raises:
+        CheckpointError: another sweep has it, or a case of one that was killed.
+    """
+    held = lock(folder / _LOCK, inherited=True)
+    if held is None:
+        raise CheckpointError(
+            f"{folder} must be written by one sweep at a time; got another that is running in it, "
+            "or a case of one that was killed, which is ending. Wait until it ends, or use another "
+            "--sweep-dir."
+        )
+    return held
+
+
+def _run_all(
+    sweep: Sweep,
+    cases: Sequence[Case],
+    skipped: Sequence[Skipped],
+    held: BinaryIO,
+    print_line: Callable[[str], None],
+) -> list[Result]:
     for case in cases:  # refuse results of other knobs before anything runs
         _finished(sweep, case)
-    base = _after_start(sweep, cases, print_line)
+    base = _after_start(sweep, cases, held, print_line)
     results: list[Result] = []
     for number, case in enumerate(cases, start=1):
         where = f"{case.stage}/{case.name} ({number} of {len(cases)})"
@@ -92,7 +122,7 @@ def run_sweep(sweep: Sweep, print_line: Callable[[str], None] = print) -> list[R
         else:
             print_line(f"{where}: running")
             try:
-                result = _run(sweep, case, base)
+                result = _run(sweep, case, base, held)
             except KeyboardInterrupt:
                 print_line(f"{where}: stopped; the same command runs it again")
                 raise
@@ -119,13 +149,13 @@ def _case_config(sweep: Sweep, case: Case, base: dict[str, str]) -> RunConfig:
     return with_knobs(sweep.config, {**given, **common, **case.knobs})
 
 
-def _run(sweep: Sweep, case: Case, base: dict[str, str]) -> Result:
+def _run(sweep: Sweep, case: Case, base: dict[str, str], held: BinaryIO) -> Result:
     folder = _folder(sweep, case)
     shutil.rmtree(folder, ignore_errors=True)  # what an interrupted or failed case left
     folder.mkdir(parents=True)
     config = folder / "config.yaml"
     config.write_text(dump_config(_case_config(sweep, case, base)), encoding="utf-8")
-    ended = run_command(_arguments(case.stage, config, case.ranks), folder / "log.txt")
+    ended = run_command(_arguments(case.stage, config, case.ranks), folder / "log.txt", held)
     result = result_of(case, _digest(sweep, case), ended, folder / "run", _device(sweep))
     if not sweep.keep_models:
         shutil.rmtree(folder / "run" / case.stage, ignore_errors=True)
@@ -147,7 +177,7 @@ def _finished(sweep: Sweep, case: Case) -> Result | None:
 
 
 def _after_start(
-    sweep: Sweep, cases: Sequence[Case], print_line: Callable[[str], None]
+    sweep: Sweep, cases: Sequence[Case], held: BinaryIO, print_line: Callable[[str], None]
 ) -> dict[str, str]:
     """Run once, as configured, the stages that the swept ones start from; returns their models."""
     taken = {name for case in cases for name in stage_of(case.stage).after}
@@ -169,7 +199,7 @@ def _after_start(
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         arguments = _arguments("train", folder / "config.yaml", sweep.ranks)
-        ended = run_command(arguments, folder / "log.txt")
+        ended = run_command(arguments, folder / "log.txt", held)
         if ended.exit_code:
             why = ended.error.rstrip(".")
             raise ConfigError(

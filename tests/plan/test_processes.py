@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.files import lock
 from tandem.plan.processes import PeakWatch, error_line, resident_peak, run_command
 
 _HOLD = "import time; held = bytearray({size}); held[::4096] = b'x' * len(held[::4096]); "
@@ -29,6 +30,31 @@ def test_a_command_that_fails_is_known_by_its_own_line(tmp_path: Path) -> None:
     ended = run_command(["tran"], tmp_path / "log.txt")
     assert ended.exit_code == 2
     assert ended.error == "'tran' is not a command. Did you mean train?"
+
+
+def test_a_command_has_the_lock_that_it_is_given(tmp_path: Path) -> None:
+    """A stand-in for `tandem` would not show that: another process asks while it runs."""
+    held = lock(tmp_path / "lock", inherited=True)
+    assert held is not None
+    found: list[bool] = []
+
+    def asks() -> None:
+        while not (tmp_path / "demo" / "command.txt").exists():
+            time.sleep(0.01)
+        held.close()
+        again = lock(tmp_path / "lock", inherited=True)
+        found.append(again is None)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=asks)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_command(["demo", "--output-dir", str(tmp_path / "demo")], tmp_path / "log", held)
+    thread.join()
+    assert found == [True]
+    free = lock(tmp_path / "lock", inherited=True)
+    assert free is not None
+    free.close()
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -30,8 +32,11 @@ class Runs:
         self.failing: set[str] = set()
         self.interrupted = ""
         self.logged_peak = 1
+        self.meanwhile: Callable[[BinaryIO], object] | None = None
 
-    def __call__(self, arguments: Sequence[str], log: Path) -> Ended:
+    def __call__(self, arguments: Sequence[str], log: Path, held: BinaryIO) -> Ended:
+        if self.meanwhile is not None:
+            self.meanwhile(held)
         where = f"{log.parent.parent.name}/{log.parent.name}"
         self.calls.append(where)
         config = load_config(arguments[arguments.index("--config") + 1])
@@ -122,6 +127,26 @@ def test_the_same_command_goes_on_after_an_interruption(sweep: Sweep, runs: Runs
     assert runs.calls == ["sft/zero0", "sft/zero3", "sft/zero3"]
     assert len(results) == 2
     assert said[0].startswith("sft/zero0 (1 of 2): already done: 1 m 05 s")
+
+
+def test_a_sweep_whose_folder_is_in_use_is_refused(sweep: Sweep, runs: Runs) -> None:
+    """By another one, or by a case that a killed one has left: here a process that has the file."""
+    case: list[subprocess.Popen[bytes]] = []
+
+    def begun(held: BinaryIO) -> None:
+        with pytest.raises(CheckpointError, match="by one sweep at a time; got another that is"):
+            run_sweep(sweep, _silent)
+        if not case:
+            case.append(subprocess.Popen(["sleep", "600"], pass_fds=[held.fileno()]))
+
+    runs.meanwhile = begun
+    run_sweep(sweep, _silent)
+    assert runs.calls == ["sft/zero0", "sft/zero3"]
+    with pytest.raises(CheckpointError, match="or a case of one that was killed, which is ending"):
+        run_sweep(sweep, _silent)
+    case[0].kill()
+    case[0].wait()
+    assert len(run_sweep(sweep, _silent)) == 2
 
 
 def test_a_failing_case_shows_its_line_and_the_sweep_continues(sweep: Sweep, runs: Runs) -> None:
