@@ -21,20 +21,15 @@ from tandem.config.answer_form import schema_digest
 from tandem.config.load import config_knobs, dump_config, knob_value
 from tandem.config.recorded import MODELS
 from tandem.config.rules import selecting
-from tandem.config.schema import RunConfig, rl_section
+from tandem.config.schema import RunConfig
 from tandem.config.scoring import weighted_models
 from tandem.config.spellings import RENAMED
 from tandem.config.stages import stage_names, stage_of
 from tandem.data.chat.own_template import digest_of, read_template
 from tandem.errors import CheckpointError
-from tandem.files import at_once, sha256, sha256_once
-from tandem.models.checkpoint_ref import model_files, model_folders
-from tandem.models.source import locate
-from tandem.named_functions import files_of_function
 from tandem.parallel.world import World
-from tandem.rewards.loading import source_files
-from tandem.rewards.scoring import named, text_of
 from tandem.training.differences import ROWS, KnownRows, difference
+from tandem.training.given_files import GivenFiles
 
 # What every stage depends on, beside its section and the knobs in its record.
 _SHARED = (
@@ -59,7 +54,6 @@ _BUILT_ON = (
     *("parallel.frozen_weights", "parallel.shared_base"),
 )
 _CRITIC_RANK = "lora.critic_rank"
-_ENVIRONMENT, _TOOLS = "the environment", "the tools"
 # These change metrics on the way, never the trained model.
 _HARMLESS = ("max_skipped", "workers", "self_test")
 # Nor do these, unless the stage's result is chosen among its evaluations.
@@ -92,6 +86,7 @@ class Identity:
         named: the configuration with models and files as the run has recorded their names.
         known_rows: the accounts of the rows, as recorded and as they are, for messages.
         in_memory: digests of what Python code gave RL stages in memory, by what it is.
+        files: digests of the models and code that knobs name.
     """
 
     def __init__(self, config: RunConfig, path: Path, world: World) -> None:
@@ -102,12 +97,23 @@ class Identity:
         self.fingerprints: dict[str, list[str]] = {}
         self.known_rows: KnownRows = {}
         self.in_memory: dict[str, str] = {}
-        self._digests: dict[str, dict[str, str]] = {}
+        self.files = GivenFiles(config, world)
 
     @cached_property
     def _template(self) -> str:
         """The digest of the run's own chat template, as it was at first."""
         return digest_of(read_template(self.config.dataset.own_template))
+
+    @cached_property
+    def _schema(self) -> str:
+        """The digest of the schema in `sampling.json_schema`'s file; a run keeps that it began
+        with."""
+        return schema_digest(self.config.sampling)
+
+    def note_files(self) -> None:
+        """Take the digests of all files that the run is given, as it begins to use them."""
+        self.files.note()
+        _ = self._template, self._schema
 
     def of_template(self) -> dict[str, Any]:
         """The text of the run's own chat template; nothing without one."""
@@ -115,8 +121,7 @@ class Identity:
 
     def of_schema(self) -> dict[str, Any]:
         """The text of the file of `sampling.json_schema`; nothing without one."""
-        digest = schema_digest(self.config.sampling)
-        return {_SCHEMA[1]: {"its text": digest}} if digest else {}
+        return {_SCHEMA[1]: {"its text": self._schema}} if self._schema else {}
 
     def note_rows(self, digests: Sequence[str]) -> None:
         """Keep the fingerprints of the data sets, in the order in which they are read."""
@@ -160,12 +165,11 @@ class Identity:
             made_from[knob] = knob_value(self.config, knob)
             made_from[f"the files of {knob}"] = self.files_of(knob)
         if made_from.get("dpo.loss_function"):
-            knob, text = "dpo.loss_function", self.config.dpo.loss_function
-            made_from["the loss function"] = _digests_of_files(files_of_function(text, knob))
+            made_from["the loss function"] = self.files.dpo_loss()
         if stage.family == "rl":
-            made_from |= self._functions()
+            made_from |= self.files.of_functions()
             for further in weighted_models(self.config.scoring.reward_models):
-                made_from[f"the files of {further.source}"] = self.files_of_model(further.source)
+                made_from[f"the files of {further.source}"] = self.files.of_model(further.source)
             made_from |= self.in_memory
         for kind in stage.data:
             if kind in self.fingerprints:
@@ -180,64 +184,7 @@ class Identity:
 
     def files_of(self, knob: str) -> dict[str, str]:
         """The digests of the model that a knob names."""
-        return self.files_of_model(str(knob_value(self.config, knob)))
-
-    def files_of_model(self, model: str) -> dict[str, str]:
-        """The SHA-256 of each of a model's files, with those of an adapter's base, or the commit of
-        a hub name; empty without a name."""
-        if model and model not in self._digests:
-            self._digests[model] = self._digests_of(model)
-        return self._digests[model] if model else {}
-
-    def reward_function(self) -> dict[str, str]:
-        """The SHA-256 of each source file of the reward functions."""
-        specs = [spec for spec, _ in named(rl_section(self.config).reward_function)]
-        return _digests_of_files({path for spec in specs for path in source_files(text_of(spec))})
-
-    def _functions(self) -> dict[str, dict[str, str]]:
-        """The same of every kind of function that the RL section names."""
-        rl = rl_section(self.config)
-        found = {"the reward function": self.reward_function()} if rl.reward_function else {}
-        for what, text in (
-            ("the loss function", rl.loss_function),
-            ("the advantage function", rl.advantage_function),
-            (_ENVIRONMENT, rl.environment),
-        ):
-            if text:
-                found[what] = _digests_of_files(files_of_function(text, what))
-        if rl.tools:
-            files = {path for name in rl.tools for path in files_of_function(name, _TOOLS)}
-            found[_TOOLS] = _digests_of_files(files)
-        return found
-
-    def conversations(self) -> dict[str, dict[str, str]]:
-        """The same of what answers the policy: environment and tools, if there are some."""
-        found = self._functions()
-        return {what: found[what] for what in (_ENVIRONMENT, _TOOLS) if what in found}
-
-    def _digests_of(self, model: str) -> dict[str, str]:
-        folders = model_folders(model)
-        if not folders:
-            return {"commit": locate(model).commit}
-        # By the names in the folder; files of an adapter's base are under `base/`.
-        files = {
-            ("" if i == 0 else "base/") + path.relative_to(folder).as_posix(): path
-            for i, folder in enumerate(folders)
-            for path in model_files(folder)
-        }
-        mine = self.world.share(sorted(files))
-        read = dict(zip(mine, at_once(sha256_once, [files[name] for name in mine]), strict=True))
-        shares = self.world.all_gather_object(read)
-        by_node = [
-            {k: v for rank in self.world.seeing(keeper) for k, v in shares[rank].items()}
-            for keeper in self.world.folders
-        ]
-        if any(found != by_node[0] for found in by_node):
-            raise CheckpointError(
-                f"model {model!r} must have the same files on every node; got others. Copy its "
-                "folder from one to all."
-            )
-        return dict(sorted(by_node[0].items()))
+        return self.files.of_model(str(knob_value(self.config, knob)))
 
     def require_same(self, stage: str, where: Path, before: Mapping[str, Any]) -> None:
         """Refuse a folder that was made from something else.
@@ -385,13 +332,6 @@ def _or_none(value: Any) -> Any:
 
 def _is_alike(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:
     return bool(now.get(name)) and before.get(name) == now.get(name)
-
-
-def _digests_of_files(paths: Iterable[Path]) -> dict[str, str]:
-    """By the files' names, or by their paths where two have one name."""
-    files = sorted(paths)
-    names = [path.name for path in files]
-    return {path.name if names.count(path.name) == 1 else str(path): sha256(path) for path in files}
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -201,6 +201,7 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
     run.bring_finished()
     unfinished = _unfinished(run)  # before anything is read: refuses stages made otherwise
     _check_inputs(run)
+    run.identity.note_files()
     check_models(run, unfinished, *tokenizer_sources(run))
     for line in settled:
         print_line(line)
@@ -248,6 +249,7 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
     with report_at_a_stop(run), no_collection_of_old_objects():  # of libraries and rows
         _run_stages(run, rows, unfinished)
         if not is_compared(run):
+            run.identity.files.require_unchanged()
             compare(run, rows)
     report(run)
     run.world.barrier()
@@ -266,6 +268,7 @@ def _run_stages(run: Run, rows: StepRows, unfinished: Sequence[str]) -> None:
             print_line(f"{stage}: finished before, in {run.folder(stage)}")
             continue
         start = time.monotonic()
+        run.identity.files.require_unchanged()  # since earlier stages began
         print_line(f"{stage}: begins")
         note(stage)  # for the watchdog, while models load
         with no_collection_of_old_objects():  # the stage before leaves its models' memory

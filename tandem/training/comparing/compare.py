@@ -221,11 +221,11 @@ def _made_from(run: Run) -> dict[str, Any]:
     for knob in ("actor_model", "reward_model"):
         made_from[f"the files of {knob}"] = identity.files_of(knob)
     for further in weighted_models(run.config.scoring.reward_models):
-        made_from[f"the files of {further.source}"] = identity.files_of_model(further.source)
+        made_from[f"the files of {further.source}"] = identity.files.of_model(further.source)
     if _uses_function(run.config):
-        made_from["the reward function"] = identity.reward_function()
+        made_from["the reward function"] = identity.files.reward_function()
     if of_family(run.config.stages, "rl"):
-        made_from |= identity.conversations()
+        made_from |= identity.files.conversations()
     return made_from | identity.in_memory
 
 

@@ -153,7 +153,7 @@ def _made_from(settings: SampleSettings, rows: StepRows, world: World) -> dict[s
         **identity.knobs((*_DEPENDS_ON, *sampling)),
         "device": world.device.type,
         "dtype": str(Placement(engine_settings(config), world).dtype).removeprefix("torch."),
-        "the model": identity.files_of_model(config.actor_model),
+        "the model": identity.files.of_model(config.actor_model),
         "the rows": {a.name: a.fingerprint for a in rows.ledger.datasets.values()},
         "--write": choice.write,
         "--min-margin": choice.min_margin,
@@ -164,16 +164,16 @@ def _made_from(settings: SampleSettings, rows: StepRows, world: World) -> dict[s
     if reward or functions:
         made_from |= identity.knobs(_REWARD_DEPENDS_ON)
     if reward:
-        made_from["the reward model"] = identity.files_of_model(reward)
+        made_from["the reward model"] = identity.files.of_model(reward)
         made_from |= identity.knobs(["scoring.reward_models"])
         for further in weighted_models(config.scoring.reward_models):
-            made_from[f"the files of {further.source}"] = identity.files_of_model(further.source)
+            made_from[f"the files of {further.source}"] = identity.files.of_model(further.source)
     if functions:
-        made_from["the reward function"] = identity.reward_function()
+        made_from["the reward function"] = identity.files.reward_function()
     if rl_section(config).converses:
         section = rl_stage(()).section
         made_from |= identity.knobs(f"{section}.{name}" for name in CONVERSATION_KNOBS)
-        made_from |= identity.conversations()
+        made_from |= identity.files.conversations()
     return made_from
 
 
