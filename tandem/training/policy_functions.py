@@ -1,19 +1,22 @@
-"""Losses of the user's own, of policies and on pairs, found and tried; advantages, found."""
+"""Losses and advantages of the user's own: found, tried, and what they raise in a run."""
 
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from tandem.config.preferences import DPOConfig
 from tandem.config.schema import RLConfig
-from tandem.errors import ConfigError, TandemError
+from tandem.engine.oom import is_out_of_memory
+from tandem.errors import ConfigError, Stopped, TandemError
 from tandem.named_functions import named_function
 from tandem.objectives.policy import TokenLosses, given_policy_loss
 from tandem.objectives.preferences import AnswerLogprobs, PairLosses, given_pair_loss
@@ -21,6 +24,51 @@ from tandem.text import cause_of
 
 if TYPE_CHECKING:
     from tandem.training.algorithm import AdvantagesOf
+
+F = TypeVar("F")
+
+
+class _InRun:
+    """A user's function in a run; what it raises there is told in one line.
+
+    Raises:
+        ConfigError: it raised something else than that memory has run out; SystemExit too.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        self.function = function
+        self._name = name
+
+    def __call__(self, *arguments: Any) -> Any:
+        try:
+            return self.function(*arguments)
+        # Whatever a user's function does is told to them.
+        except BaseException as error:
+            own = isinstance(error, TandemError | KeyboardInterrupt | Stopped)
+            if own or is_out_of_memory(error):
+                raise
+            raise ConfigError(
+                f"{self._name} must not fail; it raised {_named(error)}{_place(error)}. "
+                "Fix it (--debug shows the calls)."
+            ) from error
+
+
+def as_written(function: F) -> F:
+    """A function that a knob names, as its file has it: what it raises comes as it is."""
+    return cast(F, function.function) if isinstance(function, _InRun) else function
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {cause_of(error)}"
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of a user's file that an error came from; "" if none was called."""
+    _, *frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return ""
+    frame = [frame for frame in frames if frame.filename == frames[0].filename][-1]
+    return f" ({Path(frame.filename).name}, line {frame.lineno})"
 
 
 def named_losses(rl: RLConfig, section: str) -> TokenLosses | None:
@@ -31,7 +79,9 @@ def named_losses(rl: RLConfig, section: str) -> TokenLosses | None:
     """
     if not rl.loss_function:
         return None
-    return cast(TokenLosses, named_function(rl.loss_function, f"{section}.loss_function"))
+    knob = f"{section}.loss_function"
+    function = named_function(rl.loss_function, knob)
+    return cast(TokenLosses, _InRun(function, f"{knob} {rl.loss_function}"))
 
 
 def named_advantages(rl: RLConfig, section: str) -> AdvantagesOf | None:
@@ -53,7 +103,7 @@ def named_advantages(rl: RLConfig, section: str) -> AdvantagesOf | None:
         ) from None
     except ValueError:  # something without a signature, which the first call will tell of
         pass
-    return cast("AdvantagesOf", function)
+    return cast("AdvantagesOf", _InRun(function, f"{knob} {rl.advantage_function}"))
 
 
 def named_pair_losses(dpo: DPOConfig) -> PairLosses | None:
@@ -64,7 +114,8 @@ def named_pair_losses(dpo: DPOConfig) -> PairLosses | None:
     """
     if not dpo.loss_function:
         return None
-    return cast(PairLosses, named_function(dpo.loss_function, "dpo.loss_function"))
+    function = named_function(dpo.loss_function, "dpo.loss_function")
+    return cast(PairLosses, _InRun(function, f"dpo.loss_function {dpo.loss_function}"))
 
 
 @contextmanager
@@ -80,11 +131,13 @@ def on_made_up(name: str, what: str, given: Sequence[Tensor]) -> Iterator[None]:
     before = [tensor.detach().clone() for tensor in given]
     try:
         yield
-    # Whatever a user's function does is told to them in one line.
-    except Exception as error:
+    # Whatever a user's function does is told to them in one line, SystemExit too.
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | Stopped):
+            raise
         problem = str(error)
         if not isinstance(error, TandemError):
-            problem = f"{type(error).__name__}: {cause_of(error)}. Fix it (--debug shows where)."
+            problem = f"{_named(error)}. Fix it (--debug shows where)."
         raise ConfigError(f"{name} could not be used on {what}: {problem}") from error
     if not all(map(torch.equal, given, before)):
         raise ConfigError(

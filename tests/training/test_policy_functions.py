@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from tandem.config.load import check_config
+from tandem.config.preferences import DPOConfig
 from tandem.errors import CheckpointError, ConfigError
 from tandem.named_functions import named_function
-from tandem.training.policy_functions import try_token_losses
+from tandem.training.policy_functions import named_pair_losses, try_token_losses
 from tests.tiny import tiny_config
 from tests.training import letter_rewards
 from tests.training.runs import ran, weights_of
@@ -52,6 +53,20 @@ def with_returns(made):
     mask = made.batch.response_mask
     returns = made.rewards.flip(1).cumsum(1).flip(1) * mask
     return (returns - made.values) * mask, returns
+
+def leaves(logprobs, old, advantages, mask):
+    raise SystemExit(0)
+
+def on_made_up_alone(logprobs, old, advantages, mask):
+    return failing(logprobs) if len(mask) > 2 or mask.shape[1] > 4 else -logprobs * advantages
+
+def failing(logprobs):
+    return {}["key"]
+
+def advantages_on_made_up_alone(made):
+    if len(set(made.rollout.responses)) > len(set(map(len, made.rollout.responses))):
+        raise SystemExit(3)
+    return made.rewards, made.rewards
 
 def divided(logprobs, old, advantages, mask):
     return -logprobs * advantages / (logprobs - old)
@@ -142,6 +157,7 @@ def test_functions_that_say_what_the_knobs_say_give_the_same_weights(
             {"loss_function": "FILE:divided"},
             r"must have finite losses; got .*(nan|inf).* made-up an",
         ),
+        ({"loss_function": "FILE:leaves"}, "could not be used on two made-up answers: SystemExit"),
         ({"loss_function": "FILE:rooted"}, r"must have finite gradients; got .*nan.* made-up ans"),
         ({"loss_function": "FILE:clipt"}, "has no function clipt"),
         ({"loss_function": "FILE:clipped?clip=much"}, "clip must be a number; got 'much'"),
@@ -170,6 +186,38 @@ def test_a_function_of_no_use_is_refused_before_any_stage(
         ran(config)
     assert "ppo." in str(raised.value)
     assert not (tmp_path / "run").exists(), "nothing is written before it is refused"
+
+
+@pytest.mark.parametrize(
+    ("knob", "name", "message"),
+    [
+        (
+            "loss_function",
+            "on_made_up_alone",
+            r"must not fail; it raised KeyError: 'key' \(functions.py, line \d+\)\. Fix it",
+        ),
+        ("advantage_function", "advantages_on_made_up_alone", "it raised SystemExit: 3 "),
+    ],
+)
+def test_what_a_function_raises_in_a_run_is_told_in_one_line(
+    knob: str, name: str, message: str, functions: Path, tmp_path: Path, tiny_model: str,
+    preferences: str,
+) -> None:  # fmt: skip
+    more = {"ppo__reward_function": REWARD, f"ppo__{knob}": f"{functions}:{name}"}
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, stages=["ppo"], **more)
+    with pytest.raises(ConfigError, match=message) as raised:
+        ran(config)
+    assert str(raised.value).startswith(f"ppo.{knob} {functions}:{name} must not fail")
+    assert (tmp_path / "run").exists(), "the run had begun"
+
+
+def test_memory_that_runs_out_in_a_function_is_no_fault_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def f(chosen, rejected):\n    raise MemoryError('out of memory')\n")
+    losses = named_pair_losses(DPOConfig(loss_function=f"{file}:f"))
+    assert losses is not None
+    with pytest.raises(MemoryError):
+        losses(None, None)  # type: ignore[arg-type]
 
 
 def test_debug_shows_where_a_function_failed(

@@ -17,6 +17,7 @@ from tandem.parallel.world import World
 from tandem.training.checks.agreement import refused_together
 from tandem.training.experience import ScoredAnswers, required_advantages
 from tandem.training.policy_functions import (
+    as_written,
     named_advantages,
     named_losses,
     named_pair_losses,
@@ -58,11 +59,13 @@ def check_policy_functions(
             drawn = list(islice(cycle(prompts), rl.prompts_per_step))
             made = _made_up(drawn, rl, sampling)
             try_advantages(
-                advantages, f"{section}.advantage_function {rl.advantage_function}", made
+                as_written(advantages),
+                f"{section}.advantage_function {rl.advantage_function}",
+                made,
             )
         losses = named_losses(rl, section)
         if losses is not None:
-            try_token_losses(losses, f"{section}.loss_function {rl.loss_function}")
+            try_token_losses(as_written(losses), f"{section}.loss_function {rl.loss_function}")
 
 
 def check_pair_losses(config: RunConfig, stages: Iterable[str], world: World) -> None:
@@ -77,7 +80,7 @@ def check_pair_losses(config: RunConfig, stages: Iterable[str], world: World) ->
         return
     with refused_together(world):
         if (losses := named_pair_losses(config.dpo)) is not None:
-            try_pair_losses(losses, f"dpo.loss_function {config.dpo.loss_function}")
+            try_pair_losses(as_written(losses), f"dpo.loss_function {config.dpo.loss_function}")
 
 
 def try_advantages(advantages_of: AdvantagesOf, name: str, made: Experience) -> None:
