@@ -288,8 +288,10 @@ def test_problems_name_the_rows_own_columns() -> None:
         ),
         (
             {"a": ASK, "b": ASK},
-            "Map its columns, as in FILE::prompt=question,completion=answer, or for pairs "
-            "FILE::prompt=question,chosen=better,rejected=worse.",
+            (
+                "Map its columns, as in FILE::prompt=question,completion=answer, or for pairs "
+                "FILE::prompt=question,chosen=better,rejected=worse."
+            ),
         ),
     ],
 )
