@@ -184,7 +184,7 @@ def _prepared(
     stages = in_order(config.stages)
     shares = {stage.share for stage in stages}
     readers = _readers_of_pairs(stages)
-    ptx = _mixed_in(config, data.ledger, scores=scores)
+    ptx = mixed_in(config, data.ledger)
     _note_lost((data, ptx), renderer, data.ledger)
     judges = _judges(config, data, renderer, reward_renderer, own)
     as_prompts = partial(render.prompts, renderer=renderer, judges=judges)
@@ -248,6 +248,20 @@ def read_data(config: RunConfig, read: Read = read_rows) -> Dataset:
     )
 
 
+def mixed_in(config: RunConfig, ledger: Ledger) -> Dataset:
+    """The texts for mixture training; empty without any, or without a stage that reads them.
+
+    Raises:
+        ConfigError, DataError: as `load_text`.
+    """
+    named = rl_section(config).ptx_data
+    if not named or not any("ptx_data" in stage.data for stage in in_order(config.stages)):
+        return Dataset()
+    scores = bool(leaving(config.stages, "reward model"))
+    text = load_text(named, config.dataset, seed=config.seed, scores=scores, ledger=ledger)
+    return Dataset(texts=text.train, heldout=text.heldout)
+
+
 def _read(
     config: RunConfig, trains: bool, trained_on: Collection[bytes], progress: Progress | None
 ) -> Dataset:
@@ -294,15 +308,6 @@ def _judges(
     for judge in judges:
         note_unshown((*data.prompts, *data.heldout), judge, data.ledger, "the reward model")
     return judges
-
-
-def _mixed_in(config: RunConfig, ledger: Ledger, *, scores: bool) -> Dataset:
-    """The texts for mixture training; empty without any, or without a stage that reads them."""
-    named = rl_section(config).ptx_data
-    if not named or not any("ptx_data" in stage.data for stage in in_order(config.stages)):
-        return Dataset()
-    text = load_text(named, config.dataset, seed=config.seed, scores=scores, ledger=ledger)
-    return Dataset(texts=text.train, heldout=text.heldout)
 
 
 def positions(path: str, config: RunConfig) -> int | None:

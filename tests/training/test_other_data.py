@@ -238,6 +238,20 @@ def test_a_run_s_own_texts_to_mix_in_are_no_other_data(
     assert account["begin_like_trained"] >= len(mixed) > 0
 
 
+def test_texts_to_mix_in_that_a_model_of_their_grades_leaves_out_are_not_trained_on(
+    tmp_path: Path, tiny_model: str, preferences: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"Say {i}.", "completion": str(i), "score": i % 2} for i in range(20)]
+    graded = write_jsonl(tmp_path / "graded.jsonl", rows)
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, ppo__ptx_data=[graded])
+    ran(config)
+    capsys.readouterr()
+    new = write_jsonl(tmp_path / "new.jsonl", [{"prompt": "Say 4.", "completion": "another"}])
+    evaluation = evaluate_run(config.output_dir, 0, data=[new])
+    assert evaluation["trained_on_unknown"] == ""
+    assert evaluation["data"][0]["begin_like_trained"] == 0
+
+
 def test_other_models_are_compared_on_the_run_s_rows(
     tmp_path: Path, finished: RunConfig, tiny_model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from tandem.config.schema import RunConfig, rl_section
+from tandem.config.schema import RunConfig
 from tandem.config.stages import STAGES, in_order
 from tandem.data.assign import Dataset
-from tandem.data.dataset import load_text
 from tandem.data.split import split_key
 from tandem.errors import ConfigError, DataError
 from tandem.metrics.folder import finished_stages
@@ -18,8 +17,7 @@ from tandem.training.differences import ROWS
 from tandem.training.own_folder import names_data
 from tandem.training.provenance import Identity, recorded
 from tandem.training.run_folder import Run
-from tandem.training.stage_data import read_data
-from tandem.types import Sample
+from tandem.training.stage_data import mixed_in, read_data
 
 _SPLIT = ("seed", "dataset.split", "dataset.heldout")
 """The knobs that decide which stage a row is for."""
@@ -42,7 +40,7 @@ def trained_rows(run: Run) -> TrainedRows:
         return TrainedRows(frozenset(), "its prompts came from a program")
     try:
         data = read_data(config)
-        mixed = _mixed_in(config, data)
+        mixed = mixed_in(config, data.ledger).texts
     except (ConfigError, DataError) as error:
         return TrainedRows(frozenset(), f"its own data cannot be read: {one_line(error)}")
     names = (*config.stages, *finished_stages(run.path))
@@ -59,15 +57,6 @@ def without_data(config: RunConfig) -> RunConfig:
     mixing = {stage.section for stage in STAGES if "ptx_data" in stage.data}
     sections = {name: replace(getattr(config, name), ptx_data=()) for name in mixing}
     return replace(config, data=(), sft_data=(), eval_data=(), **sections)
-
-
-def _mixed_in(config: RunConfig, data: Dataset) -> list[Sample]:
-    """The texts that an RL stage mixes in."""
-    named = rl_section(config).ptx_data
-    if not named or not any("ptx_data" in stage.data for stage in in_order(config.stages)):
-        return []
-    text = load_text(named, config.dataset, seed=config.seed, ledger=data.ledger)
-    return text.train
 
 
 def _made_from_others(run: Run, data: Dataset) -> list[str]:
