@@ -172,7 +172,8 @@ def read_all(
 
     Args:
         data, sft_data, eval_data: one of these at least.
-        grades: which of them are part of the fingerprint.
+        grades: which of them are part of the fingerprint. Those of eval_data are all: stages that
+            run one by one build on the same held-out rows, whichever of them depend on grades.
     Raises:
         ConfigError, DataError: as `load_data`.
     """
@@ -210,7 +211,7 @@ def read_all(
                 graded_in = graded_in or shaped.grade_column
                 sample = _of_one_column(sample, shaped.grade_column, graded_in, account)
             content, key = content_key(sample), split_key(sample, seed)
-            _enter(sample, content, grades, digest)
+            _enter(sample, content, "all" if number >= first_eval else grades, digest)
             before.count(sample, content, key, account)
             rows.append(
                 ReadRow(

@@ -30,7 +30,7 @@ from tandem.training import run_folder as run_module
 from tandem.training.run_stages import train
 from tandem.training.stage_data import prepare_rows
 from tandem.types import Message
-from tests.jsonl import read_jsonl
+from tests.jsonl import read_jsonl, write_jsonl
 from tests.tiny import tiny_config, write_preferences
 
 from .runs import StopError, ran, stop_at
@@ -731,3 +731,22 @@ def test_evaluation_data_cannot_be_left_out_on_the_way(tmp_path: Path, tiny_mode
         ran(replace(config, eval_data=()))
     with pytest.raises(CheckpointError, match="the rows of eval_data"):
         ran(replace(config, eval_data=(), stages=("dpo",), dpo=replace(config.dpo, max_steps=1)))
+
+
+def test_stages_one_by_one_have_the_same_graded_evaluation_data(
+    tmp_path: Path, tiny_model: str
+) -> None:
+    """Also where the first does not depend on grades and the second does."""
+    graded = [
+        {"prompt": f"Say {i}.", "completion": f"{i}{end}", "score": len(end)}
+        for i in range(6) for end in ("", "!")
+    ]  # fmt: skip
+    own = write_jsonl(tmp_path / "own.jsonl", graded)
+    data = write_preferences(tmp_path / "prefs.jsonl")
+    config = tiny_config(
+        tmp_path / "run", tiny_model, data, stages=["sft"], eval_data=[own], sft__max_steps=1,
+        reward__max_steps=1, dataset={"split": [1, 1, 0]},
+    )  # fmt: skip
+    ran(config)
+    run = ran(replace(config, stages=("reward",)))
+    assert all((run / stage / "config.json").is_file() for stage in ("sft", "reward"))
