@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from tandem.config.lora import LoraConfig
 from tandem.errors import ModelError
 from tandem.models.frozen import LinearLayer
-from tandem.models.modes import AdapterSwitch
+from tandem.models.modes import AdapterSwitch, evaluating
 from tandem.models.token_layers import (
     attach_token_rows,
     matrices_of,
@@ -319,7 +319,8 @@ def lora_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within: the model as it started, bit for bit: the base, or with the adapters of `keep_start`.
+    """Within: the model as it started, bit for bit: the base, or with the adapters of `keep_start`;
+    in evaluation mode, as a frozen model is.
 
     This is the reference, without extra memory for a model. Nests, and restores on errors. A scalar
     head stays the trained one. Do not leave it between a gradient-checkpointed forward and its
@@ -330,7 +331,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     for switch in switches:
         switch.on = False
     try:
-        yield
+        with evaluating(model) if model.training else nullcontext():
+            yield
     finally:
         for switch, was_on in zip(switches, before, strict=True):
             switch.on = was_on

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from transformers import PreTrainedModel
+from torch import nn
 
 
 @dataclass(slots=True)
@@ -17,7 +17,7 @@ class AdapterSwitch:
 
 
 @contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Within: eval mode, without dropout; the earlier mode is restored after."""
     was_training = model.training
     model.eval()

@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tandem.config.lora import LoraConfig
 from tandem.errors import ModelError
+from tandem.models.load import new_causal_lm
 from tandem.models.lora import (
     LoraConv1D,
     LoraLinear,
@@ -114,6 +115,18 @@ def test_the_switch_nests_and_survives_errors() -> None:
     with pytest.raises(KeyError):
         fail()
     assert torch.equal(logits(model), on)
+
+
+def test_without_adapters_nothing_is_dropped() -> None:
+    """A model in training is a reference without dropout, as a frozen copy of it is."""
+    model = new_causal_lm(tiny_model("llama").config, seed=0, dropout=0.5)
+    add_lora(model, CONFIG, seed=1)
+    expected = logits(model.eval())
+    model.train()
+    assert not scaled(logits(model), expected, 1e-2), "the dropout must act"
+    with adapters_off(model):
+        assert torch.equal(logits(model), expected)
+    assert all(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
