@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 
@@ -29,6 +30,7 @@ from tandem.text import named_line
 from tandem.training.measured_rows import measured_heldout, measured_rows
 from tandem.training.run_folder import Run
 from tandem.training.stage_data import StepRows
+from tandem.training.stage_loop import StageJob
 
 _UNMEASURED = "machine not measured: memory only"
 
@@ -76,6 +78,16 @@ class Forecast:
         start, cpu = time.perf_counter(), time.process_time()
         yield
         self._load = Whole(1, time.perf_counter() - start, time.process_time() - cpu, peak_bytes())
+
+    def compared_before_saving(self, job: StageJob) -> StageJob:
+        """The job that calls `compare` before it writes its models: a run that is killed between
+        the two would never do it, for the stage is then finished."""
+
+        def save(folder: Path) -> None:
+            self.compare(job.trainer.phases)
+            job.save(folder)
+
+        return replace(job, save=save)
 
     def compare(self, phases: Phases) -> None:
         """Write predicted beside measured into the run's folder, and show it in a line."""

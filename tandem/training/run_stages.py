@@ -280,8 +280,7 @@ def _run_stages(run: Run, rows: StepRows, unfinished: Sequence[str]) -> None:
             lines = [*notes_on_starts(config, stage_of(stage))]
             for line in (*lines, *planned_steps(stage_of(stage), job.order, rows)):
                 print_line(line)
-            run_stage(run, stage, job)
-        forecast.compare(job.trainer.phases)
+            run_stage(run, stage, forecast.compared_before_saving(job))
         del job  # its models make room for the next stage's
         saved = f"saved in {run.folder(stage)}{rounded_away(run.path, stage, config)}"
         print_line(f"{stage}: done in {time.monotonic() - start:.0f} s, {saved}")

@@ -27,6 +27,7 @@ from tandem.metrics.report import write_report
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.training import own_folder, run_stages
 from tandem.training import run_folder as run_module
+from tandem.training.run_folder import Run
 from tandem.training.run_stages import train
 from tandem.training.stage_data import prepare_rows
 from tandem.types import Message
@@ -750,3 +751,23 @@ def test_stages_one_by_one_have_the_same_graded_evaluation_data(
     ran(config)
     run = ran(replace(config, stages=("reward",)))
     assert all((run / stage / "config.json").is_file() for stage in ("sft", "reward"))
+
+
+def test_a_run_killed_once_its_stage_is_finished_has_its_predictions(
+    tmp_path: Path, tiny_model: str, preferences: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, stages=["sft"], **BRIEF)
+    finish = Run.finish
+
+    def killed(run: Run, *arguments: Any) -> None:
+        finish(run, *arguments)
+        raise StopError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "finish", killed)
+        with pytest.raises(StopError):
+            ran(config)
+    ran(config)
+    told = [line["phase"] for line in read_jsonl(tmp_path / "run/predictions.jsonl")]
+    assert {"train", "stage"} <= {*told}
+    assert len(told) == len({*told}), "once each"
