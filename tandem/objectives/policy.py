@@ -160,7 +160,11 @@ def given_policy_loss(
     if not isinstance(losses, Tensor) or not losses.is_floating_point():
         found = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
         raise ShapeError(f"token_losses must return a tensor of floats (B, T); got {found}.")
-    require_same_shape(token_losses=losses, response_mask=response_mask)
+    if losses.shape != response_mask.shape:
+        raise ShapeError(
+            f"token_losses must return a loss for each token, {tuple(response_mask.shape)}; got "
+            f"{tuple(losses.shape)}. Return them as they are, not their sum or mean."
+        )
     if logprobs.requires_grad and not losses.requires_grad:
         raise ShapeError(
             "token_losses must return losses with a gradient; got none. Compute them from the "

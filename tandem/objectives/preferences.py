@@ -132,7 +132,11 @@ def given_pair_loss(
     if not isinstance(found, Tensor) or not found.is_floating_point():
         got = found.dtype if isinstance(found, Tensor) else type(found).__name__
         raise ShapeError(f"a loss on pairs must return a tensor of floats (B,); got {got}.")
-    require_same_shape(losses=found, pairs=chosen.total)
+    if found.shape != chosen.total.shape:
+        raise ShapeError(
+            f"a loss on pairs must return a loss for each pair, {tuple(chosen.total.shape)}; got "
+            f"{tuple(found.shape)}. Return them as they are, not their sum or mean."
+        )
     if chosen.total.requires_grad and not found.requires_grad:
         raise ShapeError(
             "a loss on pairs must return losses with a gradient; got none. Compute them from the "

@@ -104,6 +104,9 @@ def takes_the_mean(made):
     made.rewards.sub_(made.rewards.mean())
     return made.rewards, made.rewards
 
+def by_its_own(made):
+    return made.advantages.clamp(-1, 1), made.rewards
+
 def by_level(made):
     levels = [prompt.columns["level"] for prompt in made.rollout.prompts]
     return made.rewards * torch.tensor(levels)[:, None], made.rewards
@@ -152,7 +155,7 @@ def test_functions_that_say_what_the_knobs_say_give_the_same_weights(
         ({"loss_function": "FILE:changes"}, "must leave its arguments as they are"),
         ({"loss_function": "FILE:centered"}, "must give an answer the same loss whatever other"),
         ({"loss_function": "FILE:broken"}, "could not be used on two made-up answers: Runtime"),
-        ({"loss_function": "FILE:summed"}, "must share one shape; got token_losses"),
+        ({"loss_function": "FILE:summed"}, r"a loss for each token, \(2, 4\); got \(2,\)\. Return"),
         (
             {"loss_function": "FILE:divided"},
             r"must have finite losses; got .*(nan|inf).* made-up an",
@@ -167,6 +170,7 @@ def test_functions_that_say_what_the_knobs_say_give_the_same_weights(
         ({"advantage_function": "FILE:per_answer"}, r"made-up answers.*must be a pair.*got torch"),
         ({"advantage_function": "FILE:group_mean"}, r"made-up.*must be a pair.*the critic's ret"),
         ({"advantage_function": "FILE:takes_the_mean"}, "must leave its arguments as they are"),
+        ({"advantage_function": "FILE:by_its_own"}, r"must give finite advantages; got \d+ that"),
         ({"advantage_function": "FILE:logs"}, "; it changed the experience's metrics"),
         ({"advantage_function": "FILE:by_level"}, "could not be used on 8 made-up.*KeyError: 'lev"),
     ],

@@ -143,7 +143,10 @@ def test_a_policy_loss_of_ones_own_takes_the_clips_place(tiny_model: str, tmp_pa
 @pytest.mark.parametrize(
     ("losses", "message"),
     [
-        (lambda logprobs, *_: logprobs.sum(1), "tensors must share one shape; got token_losses"),
+        (
+            lambda logprobs, *_: logprobs.sum(1),
+            "must return a loss for each token, .* not their sum",
+        ),
         (lambda *_: 0.0, r"must return a tensor of floats \(B, T\); got float"),
         (lambda logprobs, *_: logprobs > 0, "got torch.bool"),
         (lambda logprobs, *_: logprobs.detach(), "with a gradient; got none"),
