@@ -171,6 +171,21 @@ def test_saved_datasets_have_splits(tmp_path: Path) -> None:
     assert "configurations (it has none); got 'x'" in refused(f"{tmp_path}/one@x")
 
 
+def test_pictures_and_sounds_stay_bytes_as_in_parquet(tmp_path: Path) -> None:
+    """What they decode to is another object each time, and a run could not be continued."""
+    datasets = pytest.importorskip("datasets")
+    file = {"bytes": b"a file", "path": "a"}
+    rows = datasets.Dataset.from_list([{"text": "a", "seen": [file, file], "heard": file}])
+    rows = rows.cast_column("heard", datasets.Audio())
+    rows = rows.cast_column("seen", datasets.List(datasets.Image()))
+    rows.save_to_disk(str(tmp_path / "saved"))
+    rows.to_parquet(tmp_path / "rows.parquet")
+    for name in ("saved", "rows.parquet"):
+        (row,) = read_rows(parse_spec(str(tmp_path / name)))
+        assert isinstance(row, RawRow)
+        assert row.columns == {"text": "a", "seen": [file, file], "heard": file}, name
+
+
 Loader = Callable[..., Any]
 
 

@@ -4,7 +4,7 @@ on the hub."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,9 @@ def rows_through_datasets(name: str, part: Part, folder: Path | None) -> Rows:
     # The package and the network beneath it raise errors of many unrelated classes.
     except Exception as error:
         raise _unloadable(part, is_saved, error) from None
-    yield from _convertible(_split(loaded, part), name, part, is_saved)
+    rows = _split(loaded, part)
+    _leave_files(getattr(getattr(rows, "info", None), "features", None))
+    yield from _convertible(rows, name, part, is_saved)
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -147,6 +149,18 @@ def _listed(error: Exception) -> list[str]:
     names = (found[1] or found[2] or "").split(", ") if found else []
     names = [name.strip(" '\"") for name in names]
     return [name for name in names if name and not _UNNAMED.fullmatch(name)]
+
+
+def _leave_files(feature: Any) -> None:
+    """Let pictures, sounds and other files in a data set's rows stay bytes and path, as in Parquet:
+    what they decode to is another object each time, and may need another package."""
+    if isinstance(feature, Mapping):
+        feature = list(feature.values())
+    for part in feature if isinstance(feature, list) else [getattr(feature, "feature", None)]:
+        if part is not None:
+            _leave_files(part)
+    if getattr(feature, "decode", False) and type(feature).__name__ != "Json":
+        feature.decode = False
 
 
 def _convertible(rows: Any, name: str, part: Part, is_saved: bool) -> Rows:
