@@ -60,7 +60,9 @@ def token_rewards(
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: float) -> Tensor:
     """What is taken from an answer's score for its length: 0 up to the buffer, 1 at the limit.
 
-        clip((length - (max_tokens - c)) / c, 0, 1)        c = buffer * max_tokens
+        clip(1 - (max_tokens - length) / c, 0, 1)        c = buffer * max_tokens
+
+    Exactly 1 at the limit and 0 where the buffer begins, so that scores that are equal stay so.
 
     Args:
         lengths: (B,) response tokens.
@@ -68,7 +70,7 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: float) -> Tens
     Source: arXiv:2503.14476 (DAPO) eq. 13, negated.
     """
     cache = buffer * max_tokens
-    return ((lengths.float() - (max_tokens - cache)) / cache).clamp(0.0, 1.0)
+    return (1.0 - (max_tokens - lengths).float() / cache).clamp(0.0, 1.0)
 
 
 def normalized_scores(raw: Tensor, mean: float, std: float) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -144,6 +146,21 @@ def test_the_soft_overlong_penalty_by_hand() -> None:
     lengths = torch.tensor([1, 16384, 18432, 20480])
     found = overlong_penalty(lengths, max_tokens=20480, buffer=0.2)
     assert found.tolist() == [0.0, 0.0, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("max_tokens", [6, 100, 256, 512, 1000, 1024])
+@pytest.mark.parametrize("buffer", [0.07, 0.2, 0.3, 0.7, 1.0])
+def test_the_overlong_penalty_is_exact_at_both_ends(max_tokens: int, buffer: float) -> None:
+    """A right answer at the limit, 1 - 1, scores as a wrong short one: their group has no
+    signal. So has one of answers that end where the penalty begins."""
+    cache = Fraction(str(buffer)) * max_tokens
+    lengths = torch.arange(math.floor(max_tokens - cache), max_tokens + 1)
+    found = overlong_penalty(lengths, max_tokens=max_tokens, buffer=buffer)
+    exact = [max(0, 1 - (max_tokens - n) / cache) for n in lengths.tolist()]
+    assert found.tolist() == pytest.approx([float(part) for part in exact], abs=1e-7)
+    assert (float(found[0]), float(found[-1])) == (0.0, 1.0)
+    scores = torch.stack([1 - found[-1], -found[0]])
+    assert not has_signal(scores, torch.zeros(2, dtype=torch.long)).any()
 
 
 def test_tensors_must_agree() -> None:
