@@ -10,6 +10,9 @@ from torch import Tensor
 from tandem.errors import ShapeError
 from tandem.objectives.masked import require_same_shape
 
+_ROUNDING = 1e-12
+"""Share of its parts below which a sum in float64 is a rounding error."""
+
 
 def last_response_token(response_mask: Tensor) -> Tensor:
     """(B,) int64: index of each row's last response token (its EOS, or where it was cut).
@@ -90,15 +93,19 @@ def combined_scores(
             its group first (`group_normalized`), so that none drowns the others by its width.
     Returns:
         (B,) float32; NaN where no reward of a weight other than 0 gives a number. A missing
-        reward beside others adds nothing.
+        reward beside others adds nothing. What cancels is exactly 0: a rounding error would pass
+        for a difference between the answers of a group.
     Source: arXiv:2601.05242 eq. 4 to 6 (GDPO); the whitening over the batch that follows there is
         the advantages' affair here.
     """
     counts = torch.tensor([weight != 0 for weight in weights], device=rewards.device)
     is_scored = (~rewards.isnan() & counts).any(dim=1)
-    used = rewards.float() if group is None else group_normalized(rewards, group)
-    factors = torch.tensor(weights, dtype=torch.float32, device=rewards.device)
-    return (used.nan_to_num() * factors).sum(dim=1).masked_fill(~is_scored, torch.nan)
+    used = rewards.double() if group is None else group_normalized(rewards, group)
+    factors = torch.tensor(weights, dtype=torch.float64, device=rewards.device)
+    parts = used.nan_to_num() * factors
+    total = parts.sum(dim=1)
+    total = total.masked_fill(total.abs() <= _ROUNDING * parts.abs().sum(dim=1), 0.0)
+    return total.float().masked_fill(~is_scored, torch.nan)
 
 
 def group_normalized(rewards: Tensor, group: Tensor, eps: float = 1e-4) -> Tensor:
@@ -108,9 +115,9 @@ def group_normalized(rewards: Tensor, group: Tensor, eps: float = 1e-4) -> Tenso
         rewards: (B, K); NaN where there is none, which counts in neither.
         group: (B,) int64.
     Returns:
-        (B, K) float32; NaN stays NaN. 0 where all of a group are equal, or only one is there.
+        (B, K) float64; NaN stays NaN. 0 where all of a group are equal, or only one is there.
     """
-    values = rewards.float()
+    values = rewards.double()
     normalized = torch.zeros_like(values)
     for index in group.unique():
         rows = group == index

@@ -117,6 +117,25 @@ def test_several_rewards_are_a_weighted_sum_and_a_missing_one_adds_nothing() -> 
     assert found[2].isnan(), "the only reward that it has weighs nothing"
 
 
+@pytest.mark.parametrize("size", range(2, 10))
+def test_rewards_that_cancel_leave_no_rounding_error_as_a_signal(size: int) -> None:
+    """Right answers are the long ones, which another reward of equal weight takes off."""
+    group = torch.zeros(size, dtype=torch.long)
+    for num_right in range(1, size):
+        right = (torch.arange(size) < num_right).float()
+        rewards = torch.stack([right, 1 - right, torch.full((size,), 0.1)], dim=1)
+        for weights in ([1.0, 1.0, 1.0], [0.3, 0.3, 2.0]):
+            assert combined_scores(rewards, weights, group).tolist() == [0.0] * size
+
+
+def test_weights_that_add_up_to_another_give_its_score() -> None:
+    rewards = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    for i in range(1, 40):
+        for k in range(1, 40):
+            one, other = combined_scores(rewards, [i / 100, k / 100, (i + k) / 100]).tolist()
+            assert one == other, (i, k)
+
+
 def test_rewards_are_normalized_in_their_groups() -> None:
     """By hand: 0, 1, 0, 1 has mean 1/2 and unbiased sd 1/sqrt(3); of two known, 1/sqrt(2)."""
     nan = torch.nan
