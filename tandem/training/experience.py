@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from tandem.config.schema import RLConfig
 from tandem.data.render import Renderer
 from tandem.engine.hybrid import PolicyNumbers, RLHFEngine
 from tandem.engine.scoring import RewardScorer
-from tandem.errors import BadStepError, ConfigError, DataError
+from tandem.errors import BadStepError, DataError
 from tandem.objectives.advantages import has_signal
 from tandem.objectives.kl import token_kl
 from tandem.objectives.losses import explained_variance
@@ -29,6 +29,7 @@ from tandem.parallel.world import World
 from tandem.rewards.scoring import RewardFunctions
 from tandem.training.algorithm import Algorithm
 from tandem.training.conversations import conversation_metrics
+from tandem.training.policy_functions import required_advantages
 from tandem.training.reward_function import RewardColumns, function_scores, named_metrics
 from tandem.training.rollout_rows import at_tokens, selected
 from tandem.types import Experience, Rollout
@@ -86,6 +87,11 @@ def shaped_rewards(
         kl = token_kl(numbers.logprobs, numbers.ref_logprobs, algorithm.reward_kl or "k1")
     paid_kl = kl_coef if algorithm.reward_kl else 0.0
     rewards = token_rewards(scores, kl, mask, kl_coef=paid_kl, of_tokens=of_tokens)
+    learned = rewards
+    if algorithm.shares_advantage and of_tokens is not None:
+        # Added up again from its tokens, a score is a rounding error off, which tells answers of
+        # equal scores apart.
+        learned = token_rewards(scores, kl, mask, kl_coef=paid_kl)
     made = Experience(
         batch=batch,
         old_logprobs=numbers.logprobs,
@@ -98,17 +104,19 @@ def shaped_rewards(
         rollout=rollout,
         metrics=metrics | {"kl_coef": kl_coef},
     )
-    return Shaped(made, numbers, kl)
+    return Shaped(made, numbers, kl, learned)
 
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """An experience that lacks advantages, and perhaps values yet; what it was made of, and the KL
-    per token, (B, T)."""
+    """An experience that lacks advantages, and perhaps values yet; what it was made of, the KL per
+    token, (B, T), and the rewards that advantages are made of, likewise: those of the experience,
+    but with whole scores at the end where an answer's tokens have one advantage."""
 
     experience: Experience
     numbers: PolicyNumbers
     kl: Tensor
+    learned: Tensor
 
     def with_values(self, values: Tensor) -> Shaped:
         """The same with the critic's values, (B, T)."""
@@ -124,7 +132,7 @@ class Shaped:
         made, numbers = self.experience, self.numbers
         rollout, rewards, values = made.rollout, made.rewards, made.values
         mask = made.batch.response_mask
-        found = algorithm.advantages(made)
+        found = algorithm.advantages(replace(made, rewards=self.learned))
         if algorithm.given_advantages:
             found = required_advantages(found, made)
         advantages, returns = found
@@ -146,34 +154,6 @@ class Shaped:
         return replace(
             made, advantages=advantages, returns=returns, in_loss=in_loss, metrics=metrics
         )
-
-
-def required_advantages(found: Any, made: Experience) -> tuple[Tensor, Tensor | None]:
-    """What a user's function returned, advantages and the critic's returns, as an experience has
-    them: float32, 0 off the response, without gradient.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    mask, has_critic = made.batch.response_mask, made.values is not None
-    pair = found if isinstance(found, tuple) else (found,)
-    is_right = len(pair) == 2 and all(
-        isinstance(part, Tensor) and part.shape == mask.shape and part.is_floating_point()
-        for part in (pair if has_critic else pair[:1])
-    )
-    if not is_right:
-        kinds = ", ".join(
-            f"{part.dtype} {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
-            for part in pair
-        )
-        second = "the critic's returns, a tensor like it" if has_critic else "None"
-        raise ConfigError(
-            "advantages of your own must be a pair, a tensor of floats of the response mask's "
-            f"shape {tuple(mask.shape)} and {second}; got {kinds}. Change what the function "
-            "returns."
-        )
-    kept = [part.detach().float().masked_fill(~mask, 0.0) for part in pair[: 1 + has_critic]]
-    return kept[0], kept[1] if has_critic else None
 
 
 _PER_ANSWER = (

@@ -1,4 +1,4 @@
-"""Losses and advantages of the user's own: found, tried, and what they raise in a run."""
+"""Losses and advantages of the user's own: found, tried, checked, and what they raise in a run."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tandem.named_functions import named_function
 from tandem.objectives.policy import TokenLosses, given_policy_loss
 from tandem.objectives.preferences import AnswerLogprobs, PairLosses, given_pair_loss
 from tandem.text import cause_of
+from tandem.types import Experience
 
 if TYPE_CHECKING:
     from tandem.training.algorithm import AdvantagesOf
@@ -203,6 +204,34 @@ def _tried_pairs(losses: PairLosses, name: str, rows: slice) -> Tensor:
     gradients = [side.total.grad for side in sides if side.total.grad is not None]
     _require_finite(name, "pairs", noting.losses, gradients)
     return noting.losses
+
+
+def required_advantages(found: Any, made: Experience) -> tuple[Tensor, Tensor | None]:
+    """What a user's function returned, advantages and the critic's returns, as an experience has
+    them: float32, 0 off the response, without gradient.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    mask, has_critic = made.batch.response_mask, made.values is not None
+    pair = found if isinstance(found, tuple) else (found,)
+    is_right = len(pair) == 2 and all(
+        isinstance(part, Tensor) and part.shape == mask.shape and part.is_floating_point()
+        for part in (pair if has_critic else pair[:1])
+    )
+    if not is_right:
+        kinds = ", ".join(
+            f"{part.dtype} {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+            for part in pair
+        )
+        second = "the critic's returns, a tensor like it" if has_critic else "None"
+        raise ConfigError(
+            "advantages of your own must be a pair, a tensor of floats of the response mask's "
+            f"shape {tuple(mask.shape)} and {second}; got {kinds}. Change what the function "
+            "returns."
+        )
+    kept = [part.detach().float().masked_fill(~mask, 0.0) for part in pair[: 1 + has_critic]]
+    return kept[0], kept[1] if has_critic else None
 
 
 class _Noting:

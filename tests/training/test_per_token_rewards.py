@@ -28,6 +28,11 @@ def even(completions, completion_ids, **columns):
     return [None if ids[0] % 3 == 0 else own for ids, own in zip(completion_ids, given)]
 even.per_token = True
 
+def same(completions, completion_ids, **columns):
+    parts = [[(id % 7) / 10 for id in ids[1:]] for ids in completion_ids]
+    return [[5.3 - sum(own), *own] for own in parts]
+same.per_token = True
+
 def more(messages, **columns):
     return "Go on." if len(messages) == 2 else None
 
@@ -166,6 +171,18 @@ def test_without_a_critic_a_token_gets_what_follows_it_or_the_answers_sum(
     assert note_on_tokens(by_group.grpo, rewards_of).startswith(
         "of the rewards per token of even only each answer's sum counts: baseline group-mean"
     )
+
+
+@pytest.mark.parametrize("scale", ["group-std", "batch-std", "none"])
+def test_equal_sums_teach_nothing_however_their_tokens_share_them(
+    tmp_path: Path, tiny_model: str, file: str, scale: str
+) -> None:
+    grpo = {"reward_function": [f"{file}:same"], "advantage_scale": scale}
+    more = {"max_new_tokens": 24, "samples_per_prompt": 4}
+    _, made = made_by(configured(tmp_path, tiny_model, "grpo", grpo=grpo, sampling=more))
+    assert made.metrics["groups_without_signal"] == 1.0
+    assert made.scores.tolist() == [pytest.approx(5.3)] * 24
+    assert not made.advantages.any()
 
 
 def test_in_a_conversation_the_last_answers_tokens_are_rewarded(

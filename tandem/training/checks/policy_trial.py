@@ -15,13 +15,14 @@ from tandem.config.stages import stage_of
 from tandem.errors import ConfigError
 from tandem.parallel.world import World
 from tandem.training.checks.agreement import refused_together
-from tandem.training.experience import ScoredAnswers, required_advantages
+from tandem.training.experience import ScoredAnswers
 from tandem.training.policy_functions import (
     as_written,
     named_advantages,
     named_losses,
     named_pair_losses,
     on_made_up,
+    required_advantages,
     try_pair_losses,
     try_token_losses,
 )
