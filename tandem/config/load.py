@@ -343,7 +343,7 @@ def _convert(value: Any, hint: Any) -> Any:
     if origin is tuple:
         item_hint = typing.get_args(hint)[0]
         if item_hint is str and isinstance(value, str):
-            return (value,)
+            return (value,) if value else ()
         if not isinstance(value, list | tuple):
             raise ValueError("a list")
         items = tuple(_convert(item, item_hint) for item in value)

@@ -182,6 +182,14 @@ def test_an_empty_list_is_written_as_an_empty_value(tmp_path: Path) -> None:
     assert (config.parallel.offload, config.sft_data) == ((), ())
 
 
+def test_so_it_is_in_a_run_s_file_from_before_the_knob_took_a_list(tmp_path: Path) -> None:
+    """0.1.0 wrote `reward_function: ''` into every config.yaml."""
+    file = tmp_path / "config.yaml"
+    file.write_text("actor_model: x\ndata: y\nsft_data: ''\nppo: {reward_function: ''}\n")
+    config = load_config(file)
+    assert (config.data, config.sft_data, config.ppo.reward_function) == (("y",), (), ())
+
+
 def test_flags_take_the_place_of_those_that_set_the_same_knobs() -> None:
     line = "--num-gpus 2 --offload optimizer params --actor-zero-stage=1 --seed 3 --no-ema"
     newer = ["--parallel.offload", "reward", "--parallel.actor-zero-stage", "3"]
