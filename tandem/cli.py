@@ -118,10 +118,12 @@ def _reported(args: list[str]) -> int:
 
 
 def _run(args: list[str], debug: bool) -> int:
+    if args[:1] == ["help"] and args[1:2] and not args[1].startswith("-"):
+        args = [*args[1:], "--help"]
     if not args or args[0] in ("-h", "--help", "help"):
         print(_overview())
         return 0
-    if args[0] == "--version":
+    if args[0] in ("--version", "-V"):
         from importlib.metadata import version
 
         print(f"tandem {version('tandem-rlhf')}")
@@ -143,7 +145,9 @@ def _run(args: list[str], debug: bool) -> int:
     }
     if command not in commands:
         known = [*_run_commands(), *commands, "--help", "--version"]
-        near = difflib.get_close_matches(command, known, n=1)
+        # --model is no typo of --help.
+        cutoff = 0.75 if command.startswith("-") else 0.6
+        near = difflib.get_close_matches(command, known, n=1, cutoff=cutoff)
         hint = f"Did you mean {near[0]}?" if near else "See tandem --help."
         if not near and command.startswith("-"):
             hint = f"Flags follow a command, as in: tandem train {command}."

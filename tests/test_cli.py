@@ -98,11 +98,24 @@ def test_help_of_small_commands_has_groups_defaults_and_an_example(
     assert max(map(len, out.splitlines())) <= 100
 
 
+@pytest.mark.parametrize("command", ["sft", "chat"])
+def test_help_of_a_command_is_shown_by_help_before_it(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    expected = run(capsys, command, "--help")
+    assert run(capsys, "help", command) == expected
+    assert expected[0] == 0
+    assert expected[1].startswith(f"usage: tandem {command} ")
+
+
 @pytest.mark.parametrize(
     ("args", "part"),
     [
         (("trian",), "'trian' is not a command. Did you mean train?"),
         (("--verison",), "'--verison' is not a command. Did you mean --version?"),
+        (("--model", "x"), "Flags follow a command, as in: tandem train --model."),
+        (("help", "trian"), "'trian' is not a command. Did you mean train?"),
+        (("vote", "."), "got the folder .. Give the file that the run names"),
         (("--seed", "3"), "Flags follow a command, as in: tandem train --seed."),
         (("train", "--actor-modle", "x"), "Did you mean --actor-model?"),
         (("train",), "actor_model must name a model"),

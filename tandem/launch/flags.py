@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,10 @@ _FLAGS = {
     "local-addr": "This machine's address for the others; by default the one on its way to HOST",
     "max-restarts": "How often all ranks start again from the last checkpoint when one fails",
 }
+
+
+_GPUS = ("gpus", "ngpus", "n-gpus", "num-ranks")
+"""Common guesses of the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +50,15 @@ def take_launch_flags(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], li
     for word in words:
         flag, has_value, value = word.partition("=")
         name = flag[2:].replace("_", "-") if flag.startswith("--") else ""
-        if name not in _FLAGS:
+        meant = name if name in _FLAGS else _near(name)
+        if not meant:
             rest.append(word)
             continue
         if not has_value:
             value = next(words, "")
+        if name != meant:
+            problems.append(f"--{name} is not a flag. Did you mean --{meant}?")
+            continue
         if not value or value.startswith("--"):
             problems.append(f"--{name} must have a value; got none")
             value = ""
@@ -57,6 +66,12 @@ def take_launch_flags(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], li
             problems.append(f"--{name} must be given once; got it twice. Remove one")
         given[name] = value
     return _read(given, problems), rest, problems
+
+
+def _near(name: str) -> str:
+    """The launcher's flag that a wrong name may mean; "" if none is close."""
+    found = difflib.get_close_matches(name, _FLAGS, n=1, cutoff=0.85)
+    return "num-gpus" if name in _GPUS else next(iter(found), "")
 
 
 def launch_help() -> str:

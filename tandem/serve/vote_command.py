@@ -41,6 +41,11 @@ def vote_command(args: Sequence[str]) -> int:
 
 def _refuse_missing(file: Path, *, once: bool) -> None:
     """A run may ask its first question later, unless --once; but it does not create folders."""
+    if file.is_dir():
+        raise ConfigError(
+            f"FILE must be that of a run with --reward-function tandem:votes?file=FILE; got the "
+            f"folder {file}. Give the file that the run names."
+        )
     if once and not asked_file(file).exists() and not file.exists():
         raise ConfigError(
             f"FILE must be that of a run with --reward-function tandem:votes?file=FILE; got {file}:"
