@@ -151,17 +151,17 @@ def rank(samples: Mapping[int, Sample]) -> Ranked:
             groups[sample.source.dataset, sample.prompt, sample.tools].append(number)
     made = Ranked()
     for (name, _, _), numbers in groups.items():
-        grades: dict[Answer, list[float]] = defaultdict(list)
-        texts: dict[Answer, Answer] = {}
+        alike: dict[Answer, list[Sample]] = defaultdict(list)
         for number in numbers:
-            text = answer_of(samples[number]) or ""
-            grades[bare(text)].append(samples[number].grade or 0.0)
-            texts.setdefault(bare(text), text)
-        means = {text: sum(found) / len(found) for text, found in grades.items()}
+            alike[bare(answer_of(samples[number]) or "")].append(samples[number])
+        means = {
+            text: sum(sample.grade or 0.0 for sample in found) / len(found)
+            for text, found in alike.items()
+        }
         if len(set(means.values())) < 2:
             made.left |= dict.fromkeys(numbers, ALONE if len(means) < 2 else TIED)
             continue
-        made.rankings[numbers[0]] = _ranking([samples[n] for n in numbers], means, texts)
+        made.rankings[numbers[0]] = _ranking(alike, means)
         equal = Counter(means.values())
         tied = sum(count * (count - 1) // 2 for count in equal.values())
         made.ties[name] += tied
@@ -191,22 +191,22 @@ def chosen_mode(
     return "pairs" if num_others or 2 * made.num_used >= num_graded else "regression"
 
 
-def _ranking(
-    samples: Sequence[Sample], means: Mapping[Answer, float], texts: Mapping[Answer, Answer]
-) -> Sample:
+def _ranking(alike: Mapping[Answer, Sequence[Sample]], means: Mapping[Answer, float]) -> Sample:
+    """That of the samples that say each answer, in the order in which they came."""
     ordered = sorted(means, key=lambda text: -means[text])  # stable: equal ones as they came
     places = {grade: place for place, grade in enumerate(sorted(set(means.values()))[::-1], 1)}
-    first = samples[0]
+    first = next(iter(alike.values()))[0]
+    answers = [answer_of(alike[text][0]) or "" for text in ordered]
     return Sample(
         first.source,
         first.prompt,
-        texts[ordered[0]],
-        texts[ordered[-1]],
-        ranking=tuple((places[means[text]], texts[text]) for text in ordered),
-        grades=tuple(means[text] for text in ordered),
-        rows=tuple(
-            tuple(s.source for s in samples if bare(answer_of(s) or "") == text) for text in ordered
+        answers[0],
+        answers[-1],
+        ranking=tuple(
+            (places[means[text]], said) for text, said in zip(ordered, answers, strict=True)
         ),
+        grades=tuple(means[text] for text in ordered),
+        rows=tuple(tuple(sample.source for sample in alike[text]) for text in ordered),
         tools=first.tools,
     )
 

@@ -156,18 +156,20 @@ def side_by_side(
     places = [(k, i) for k in range(most) for i, row in enumerate(rows) if k < len(row.sequences)]
     place = {where: number for number, where in enumerate(places)}
     batch = TokenBatch.from_rows([rows[i].sequences[k] for k, i in places], pad_token_id)
-    pairs = [
-        (row, i, pair)
-        for i, row in enumerate(rows)
-        if not isinstance(row, GradedRow)
-        for pair in row.pairs
-    ]
+    pairs: list[tuple[PairRow | RankedRow, int, tuple[int, int]]] = []
+    weights: list[float] = []
+    for i, row in enumerate(rows):
+        if isinstance(row, GradedRow):
+            continue
+        compared = row.pairs  # n^2 steps
+        pairs += [(row, i, pair) for pair in compared]
+        weights += [1 / len(compared)] * len(compared)
     graded = [(i, row) for i, row in enumerate(rows) if isinstance(row, GradedRow)]
     return batch, SideBySide(
         better=_whole([place[better, i] for _, i, (better, _) in pairs]),
         worse=_whole([place[worse, i] for _, i, (_, worse) in pairs]),
         margins=torch.tensor([_margin(row, pair, grade_margin) for row, _, pair in pairs]),
-        weights=torch.tensor([1 / len(row.pairs) for row, _, _ in pairs]),
+        weights=torch.tensor(weights),
         graded=_whole([place[0, i] for i, _ in graded]),
         grades=standardized_grades([row for _, row in graded], scales or {}),
     )

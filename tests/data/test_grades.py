@@ -17,8 +17,9 @@ from tandem.data.grades import number_of, rank
 from tandem.data.reading.sources import parse_spec
 from tandem.data.rows import RowProblem
 from tandem.data.shapes.shaping import to_sample
+from tandem.data.tools import bare
 from tandem.errors import ConfigError
-from tandem.types import Message, Sample, Source
+from tandem.types import Answer, Message, Sample, Source
 from tests.jsonl import write_jsonl
 
 HERE = Source("set", "set.jsonl", 1)
@@ -247,6 +248,26 @@ def test_one_column_of_grades_per_data_set(tmp_path: Path) -> None:
     (account,) = found.ledger.datasets.values()
     told = "graded in column rating, and rows before in score: not read as a grade"
     assert account.notes[told] == 8
+
+
+def test_many_answers_to_one_prompt_are_compared_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Essays on one question, say: with each other it would take minutes for ten thousand."""
+    asked: list[Answer] = []
+
+    def counted(answer: Answer) -> Answer:
+        asked.append(answer)
+        return bare(answer)
+
+    monkeypatch.setattr("tandem.data.grades.bare", counted)
+    prompt = (Message("user", "Write an essay."),)
+    samples = {
+        i: Sample(Source("a", "a.jsonl", i), prompt, f"{i // 2} ", grade=float(i // 4))
+        for i in range(40)
+    }
+    (ranking,) = rank(samples).rankings.values()
+    assert len(asked) <= len(samples)
+    assert [len(rows) for rows in ranking.rows] == [2] * 20
+    assert ranking.ranking[:3] == ((1, "18 "), (1, "19 "), (2, "16 "))
 
 
 def test_a_fingerprint_has_the_grades_that_the_run_depends_on(tmp_path: Path) -> None:

@@ -249,6 +249,23 @@ def test_graded_answers_lie_beside_pairs_on_the_scale_of_their_data_set() -> Non
     assert Means.of(rows[:1]) == Means(0.0, 1.0)
 
 
+def test_the_pairs_of_a_long_ranking_are_found_once() -> None:
+    """Finding n^2 of them for each would take n^4 steps: 20 s for 128 answers."""
+    asked = []
+
+    class Counted(RankedRow):
+        @property
+        def pairs(self) -> tuple[tuple[int, int], ...]:
+            asked.append(self.ranks)
+            return RankedRow.pairs.fget(self)  # type: ignore[attr-defined, no-any-return]
+
+    answers = tuple(row(2 + i) for i in range(9))
+    ranks = (1, 1, 2, 3, 4, 5, 6, 7, 8)
+    _, judged = side_by_side([Counted(answers, ranks), PairRow(row(3), row(4))], 0)
+    assert asked == [ranks]
+    assert judged.weights.tolist() == pytest.approx([1 / 35] * 35 + [1])
+
+
 def test_held_out_grades_are_measured_per_data_set_on_known_scales() -> None:
     rows = [GradedRow(row(2, "a"), grade) for grade in (1.0, 2.0, 3.0)]
     rows += [GradedRow(row(2, "b"), grade) for grade in (30.0, 20.0, 10.0)]
