@@ -184,7 +184,7 @@ def _prepared(
     stages = in_order(config.stages)
     shares = {stage.share for stage in stages}
     readers = _readers_of_pairs(stages)
-    ptx = mixed_in(config, data.ledger)
+    ptx = read_mixture(config, data.ledger)
     _note_lost((data, ptx), renderer, data.ledger)
     judges = _judges(config, data, renderer, reward_renderer, own)
     as_prompts = partial(render.prompts, renderer=renderer, judges=judges)
@@ -248,7 +248,7 @@ def read_data(config: RunConfig, read: Read = read_rows) -> Dataset:
     )
 
 
-def mixed_in(config: RunConfig, ledger: Ledger) -> Dataset:
+def read_mixture(config: RunConfig, ledger: Ledger) -> Dataset:
     """The texts for mixture training; empty without any, or without a stage that reads them.
 
     Raises:

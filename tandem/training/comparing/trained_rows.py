@@ -17,7 +17,7 @@ from tandem.training.differences import ROWS
 from tandem.training.own_folder import names_data
 from tandem.training.provenance import Identity, recorded
 from tandem.training.run_folder import Run
-from tandem.training.stage_data import mixed_in, read_data
+from tandem.training.stage_data import read_data, read_mixture
 
 _SPLIT = ("seed", "dataset.split", "dataset.heldout")
 """The knobs that decide which stage a row is for."""
@@ -40,7 +40,7 @@ def trained_rows(run: Run) -> TrainedRows:
         return TrainedRows(frozenset(), "its prompts came from a program")
     try:
         data = read_data(config)
-        mixed = mixed_in(config, data.ledger).texts
+        mixed = read_mixture(config, data.ledger).texts
     except (ConfigError, DataError) as error:
         return TrainedRows(frozenset(), f"its own data cannot be read: {one_line(error)}")
     names = (*config.stages, *finished_stages(run.path))
