@@ -14,10 +14,11 @@ from tandem.config.load import knob_value
 from tandem.config.recorded import MODELS
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.scoring import weighted_models
-from tandem.config.stages import of_family
+from tandem.config.stages import of_family, rl_stage, stage_of
 from tandem.errors import CheckpointError, TandemError
 from tandem.files import at_once, sha256, sha256_once
 from tandem.models.checkpoint_ref import model_files, model_folders
+from tandem.models.hub_name import with_revision
 from tandem.models.source import locate
 from tandem.named_functions import files_of_function
 from tandem.parallel.world import World
@@ -48,7 +49,8 @@ class GivenFiles:
             for further in weighted_models(self._config.scoring.reward_models):
                 self.of_model(further.source)
             self.of_functions()
-        self.dpo_loss()
+        if any(stage_of(name).reads(_DPO_LOSS) for name in self._config.stages):
+            self.dpo_loss()
 
     def require_unchanged(self) -> None:
         """Refuse to go on with other files than those that the run began with; every rank calls it.
@@ -101,19 +103,16 @@ class GivenFiles:
 
     def of_functions(self) -> dict[str, Digests]:
         """The source files of every kind of function that the RL section names."""
-        rl = rl_section(self._config)
+        rl, section = rl_section(self._config), rl_stage(self._config.stages).section
         found = {"the reward function": self.reward_function()} if rl.reward_function else {}
-        for what, text in (
-            ("the loss function", rl.loss_function),
-            ("the advantage function", rl.advantage_function),
-            (_ENVIRONMENT, rl.environment),
+        for what, name, texts in (
+            ("the loss function", "loss_function", [rl.loss_function]),
+            ("the advantage function", "advantage_function", [rl.advantage_function]),
+            (_ENVIRONMENT, "environment", [rl.environment]),
+            (_TOOLS, "tools", rl.tools),
         ):
-            if text:
-                found[what] = self._once(what, partial(files_of_function, text, what))
-        if rl.tools:
-            found[_TOOLS] = self._once(
-                _TOOLS, lambda: [p for name in rl.tools for p in files_of_function(name, _TOOLS)]
-            )
+            if any(texts):
+                found[what] = self._once(what, partial(_files_of, texts, f"{section}.{name}"))
         return found
 
     def conversations(self) -> dict[str, Digests]:
@@ -133,9 +132,11 @@ class GivenFiles:
     def _changed_in(self, model: str, before: Digests) -> list[str]:
         """The files of a model that are others now, among this rank's share of them."""
         try:
-            files = _files_of(model)
+            files = _model_files(model)
             if not files:
-                return [] if locate(model).commit == before.get("commit") else ["commit"]
+                began = f"{with_revision(model)[0]}@{before.get('commit')}"
+                is_same = locate(model).commit == before.get("commit")
+                return [] if is_same else [f"another commit; it began with {began}"]
             mine = self._world.share(sorted(files.keys() & before.keys()))
             now = at_once(sha256_once, [files[name] for name in mine])
         except (TandemError, OSError):
@@ -144,7 +145,7 @@ class GivenFiles:
         return sorted(differ | (files.keys() ^ before.keys()))
 
     def _digests_of(self, model: str) -> Digests:
-        files = _files_of(model)
+        files = _model_files(model)
         if not files:
             return {"commit": locate(model).commit}
         mine = self._world.share(sorted(files))
@@ -162,7 +163,7 @@ class GivenFiles:
         return dict(sorted(by_node[0].items()))
 
 
-def _files_of(model: str) -> dict[str, Path]:
+def _model_files(model: str) -> dict[str, Path]:
     """By the names in the model's folder; files of an adapter's base are under `base/`. None of a
     hub name."""
     return {
@@ -170,6 +171,10 @@ def _files_of(model: str) -> dict[str, Path]:
         for i, folder in enumerate(model_folders(model))
         for path in model_files(folder)
     }
+
+
+def _files_of(functions: Iterable[str], knob: str) -> list[Path]:
+    return [path for text in functions for path in files_of_function(text, knob)]
 
 
 def _digest(path: Path) -> str:

@@ -201,7 +201,6 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
     run.bring_finished()
     unfinished = _unfinished(run)  # before anything is read: refuses stages made otherwise
     _check_inputs(run)
-    run.identity.note_files()
     check_models(run, unfinished, *tokenizer_sources(run))
     for line in settled:
         print_line(line)
@@ -241,6 +240,7 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
         if run.world.is_first:
             for line in token_lines(to_come, rows.renderer, _start_of(run, unfinished[0])):
                 print_line(line)
+    run.identity.note_files()  # reads models whole, so what costs less is checked before
     run.world.barrier()  # no rank changes the folder before every rank has looked at it
     run.open(command)
     unfinished = _unfinished(run)  # another run may have had the folder until now

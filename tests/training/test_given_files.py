@@ -7,15 +7,18 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from tandem.checkpoint.folder import read_facts
 from tandem.config.schema import RunConfig
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, DataError
 from tandem.files import sha256
 from tandem.metrics.log import MetricLog
+from tandem.models.source import Located
 from tandem.parallel.world import World
+from tandem.training import given_files
 from tandem.training.given_files import GivenFiles
 from tests.ranks import on_ranks
 from tests.tiny import save_tiny_model, tiny_config, write_preferences
@@ -154,6 +157,39 @@ def test_what_counts_as_a_change_of_a_model(
         return
     with pytest.raises(CheckpointError, match=rf"model .*/model \({names}\)\. Put them back"):
         files.require_unchanged()
+
+
+def test_a_model_of_the_hub_that_moved_on_can_be_named_as_it_was(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits = {"name/model": "a1", "name/model@v2": "b1"}
+    monkeypatch.setattr(given_files, "model_folders", lambda model: [])
+    monkeypatch.setattr(given_files, "locate", lambda model: Located(model, commit=commits[model]))
+    config = replace(config, actor_model="name/model", reward_model="name/model@v2")
+    files = GivenFiles(config, World())
+    files.note()
+    files.require_unchanged()
+    commits["name/model"], commits["name/model@v2"] = "a2", "b2"
+    with pytest.raises(CheckpointError, match=r"model name/model \(.* began with name/model@a1\)"):
+        files.require_unchanged()
+    with pytest.raises(CheckpointError, match=r"name/model@v2 \(.* began with name/model@b1\)"):
+        files.require_unchanged()
+
+
+def test_what_no_stage_reads_is_not_asked_for(config: RunConfig, tmp_path: Path) -> None:
+    dpo = replace(config.dpo, loss_function=f"{tmp_path}/nowhere.py:mine")
+    GivenFiles(replace(config, dpo=dpo), World()).note()
+
+
+def test_a_run_that_is_refused_for_its_rows_has_not_read_its_models_whole(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Mock(wraps=given_files.sha256_once)
+    monkeypatch.setattr(given_files, "sha256_once", read)
+    (tmp_path / "bad.jsonl").write_text('{"other": 1}\n')
+    with pytest.raises(DataError):
+        ran(replace(config, data=(f"{tmp_path}/bad.jsonl",)))
+    assert not read.called
 
 
 def test_every_rank_hears_of_a_change(config: RunConfig, tmp_path: Path) -> None:
