@@ -15,7 +15,14 @@ from tandem.config.parallel import ParallelConfig
 from tandem.engine.grad_norm_guard import SpikeGuard
 from tandem.errors import BadStepError, CheckpointError, ModelError
 from tandem.parallel.dtensor import Saved, as_piece, fill, local, part_of, whole_of
-from tandem.parallel.masters import MasterAdamW, cast_weights, exactly, release, take_masters
+from tandem.parallel.masters import (
+    MasterAdamW,
+    cast_weights,
+    exactly,
+    is_superseded,
+    release,
+    take_masters,
+)
 from tandem.parallel.moments import exact_moments
 from tandem.parallel.scaling import LossScaler
 from tandem.parallel.shard import shards_of
@@ -146,7 +153,7 @@ class Learner:
                 another learner was made of the model since, which has taken over its gradients.
         """
         self.times_used += 1
-        if isinstance(self.optimizer, MasterAdamW) and self.optimizer.is_released:
+        if is_superseded(self.optimizer, self.parameters):
             raise ModelError(
                 f"{self.name}: a model must be trained by the last learner that was made of it; "
                 "got an earlier one. Use the newest engine, or give each a copy of the model."

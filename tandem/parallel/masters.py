@@ -82,6 +82,13 @@ def release(parameters: Iterable[nn.Parameter]) -> None:
             optimizer.is_released = True
 
 
+def is_superseded(optimizer: object, parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether gradients of an optimizer's weights have become another's that was made since."""
+    if isinstance(optimizer, MasterAdamW):
+        return optimizer.is_released
+    return any(parameter in _hooks and _hooks[parameter][1]() for parameter in parameters)
+
+
 @contextmanager
 def exactly(weights: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
     """Within: parameters have these values and types, for saving only; after: their own again, at
