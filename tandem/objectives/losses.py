@@ -117,7 +117,9 @@ def value_loss(
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """1 - Var(returns - values) / Var(returns) over the mask; 0 when returns do not vary."""
     errors, targets = (returns - values)[mask].float(), returns[mask].float()
-    variance = targets.var(correction=0)
-    if len(targets) == 0 or variance < 1e-12:
+    if len(targets) == 0:
+        return 0.0
+    variance = (targets - targets[0]).var(correction=0)  # exactly 0 where they are equal
+    if variance < 1e-12:
         return 0.0
     return float(1 - errors.var(correction=0) / variance)

@@ -42,10 +42,13 @@ def whiten(values: Tensor, mask: Tensor, *, epsilon: float = 1e-8, correction: i
     Args:
         correction: 1 divides the squares by n - 1 rather than by n.
     """
+    # From one of them on: the mean of equal values may be a rounding error off, also of theirs.
+    first = mask.flatten().int().argmax().view(1)
+    values = values.float() - values.float().flatten().index_select(0, first)
     std = masked_std(values, mask)
     if correction:
         count = mask.sum()
         std = std * (count / (count - correction).clamp(min=1)).sqrt()
-    centered = values.float() - masked_mean(values, mask)
+    centered = values - masked_mean(values, mask)
     scale = (std > epsilon) / std.clamp(min=epsilon)
     return (centered * scale).masked_fill(~mask, 0.0)

@@ -78,9 +78,16 @@ def test_masked_statistics_ignore_what_is_masked_even_nan() -> None:
     assert masked_mean(values, torch.zeros(3).bool()).item() == 0.0
 
 
-def test_whitening_equal_values_gives_zeros() -> None:
-    mask = torch.ones(3).bool()
-    assert whiten(torch.full((3,), 0.1), mask).tolist() == [0.0, 0.0, 0.0]
+@pytest.mark.parametrize("value", [0.1, -0.3, 5.3, 492.9])
+@pytest.mark.parametrize("correction", [0, 1])
+def test_whitening_equal_values_gives_zeros(value: float, correction: int) -> None:
+    """However many they are, though the mean of so many floats is a rounding error off."""
+    for size in (1, 3, 7, 100, 1000, 12345):
+        values = torch.full((size,), value)
+        assert not whiten(values, torch.ones(size).bool(), correction=correction).any(), size
+    values[0] = torch.nan
+    assert not whiten(values, torch.arange(len(values)) > 0, correction=correction).any()
+    assert not whiten(values, torch.zeros(len(values)).bool(), correction=correction).any()
 
 
 def test_explained_variance() -> None:
@@ -89,6 +96,10 @@ def test_explained_variance() -> None:
     assert explained_variance(returns, returns, mask) == pytest.approx(1.0)
     assert explained_variance(torch.zeros(1, 3), returns, mask) == pytest.approx(0.0)
     assert explained_variance(returns, torch.ones(1, 3), mask) == 0.0
+    assert explained_variance(returns, returns, ~mask) == 0.0
+    values, mask = torch.arange(1000.0), torch.ones(1000).bool()
+    for same in (0.1, 5.3, 492.9):
+        assert explained_variance(values, torch.full((1000,), same), mask) == 0.0
 
 
 def test_losses_refuse_shapes_that_disagree() -> None:
