@@ -34,7 +34,7 @@ def learning_rate_factor(step: int, num_steps: int, settings: OptimizerConfig) -
     Rises linearly over the first `warmup` share, then falls to 0.1 along the schedule; at the
     last step of a falling schedule it is just above 0.1.
     """
-    warmup_steps = math.ceil(settings.warmup * num_steps)
+    warmup_steps = math.ceil(round(settings.warmup * num_steps, 6))
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if settings.schedule == "constant":

@@ -41,6 +41,17 @@ def test_schedule_rises_then_falls_to_a_tenth(schedule: str) -> None:
         assert quarter > 32
 
 
+@pytest.mark.parametrize("percent", range(1, 100))
+def test_warmup_is_the_share_as_it_is_written(percent: int) -> None:
+    """0.07 * 100 is a little over 7 in floating point, which must not become an eighth step."""
+    settings = OptimizerConfig(schedule="constant", warmup=percent / 100)
+    for num_steps in (10, 50, 100, 300, 1000):
+        rising = -(-percent * num_steps // 100)
+        factors = [learning_rate_factor(step, num_steps, settings) for step in range(num_steps)]
+        assert factors[rising - 1] == 1.0
+        assert rising == 1 or factors[rising - 2] < 1.0
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
