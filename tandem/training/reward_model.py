@@ -159,7 +159,8 @@ def normalize(run: Run, scorer: RewardScorer, rows: StepRows) -> dict[str, float
     policy = run.placement.policy(run.policy_source("reward"), trained=False)
     rollout = answer(policy, prompts, rows, run.settings)
     raw = scorer.raw(rollout, rows.renderer)
-    mean, std = float(raw.mean()), float(raw.std(correction=0))
+    exact = raw.double()  # the mean of equal float32 numbers may be a rounding error off
+    mean, std = float(exact.mean()), float(exact.std(correction=0))
     if len(raw) < 2 or std < 1e-6:
         raise ModelError(
             f"the reward model must tell the policy's answers apart; got {len(raw)} scores with "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ import torch
 from tandem.config.schema import RunConfig
 from tandem.data.render import Renderer
 from tandem.engine.scoring import RewardScorer
+from tandem.errors import ModelError
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.models.scalar import load_scalar_model
+from tandem.training import reward_model
 from tandem.training.evaluate import (
     calibration_error,
     language_model_metrics,
@@ -58,6 +62,25 @@ def test_no_rows_measure_nothing(tiny_model: str) -> None:
     model, renderer = load_causal_lm(tiny_model), Renderer(load_tokenizer(tiny_model))
     assert language_model_metrics(model, [], renderer, RunConfig()) == {}
     assert metrics_of_margins(pair_margins(RewardScorer(model, renderer), []), []) == {}
+
+
+@pytest.mark.parametrize("score", [0.1, 100.3, 1000.7])
+def test_a_constant_reward_model_has_no_spread_to_normalize_by(
+    score: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the rounding error of the mean of equal floats, which made scores of +-1."""
+    monkeypatch.setattr(reward_model, "answer", lambda *given: None)
+    placement = SimpleNamespace(policy=lambda source, trained: None)
+    run: Any = SimpleNamespace(
+        config=RunConfig(actor_model="policy"),
+        placement=placement,
+        policy_source=lambda stage: "policy",
+        settings=None,
+    )
+    scorer: Any = SimpleNamespace(raw=lambda rollout, renderer: torch.full((256,), score))
+    rows: Any = SimpleNamespace(prompts=["one", "two"], renderer=None)
+    with pytest.raises(ModelError, match="got 256 scores with sd 0"):
+        reward_model.normalize(run, scorer, rows)
 
 
 def test_preferences_equal_hugging_faces_own_scores(tiny_model: str, tmp_path: Path) -> None:
