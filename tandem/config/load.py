@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tandem.config.knob import Unset
-from tandem.config.nearest import advice
+from tandem.config.nearest import advice, got
 from tandem.config.rules import rule_problems
 from tandem.config.schema import RunConfig, rl_section
 from tandem.config.spellings import conversion, knob_meant, note_of, with_dotted
@@ -68,7 +68,7 @@ def build_config(
     config, wrong = build(values)
     problems += wrong
     if problems:
-        raise ConfigError("; ".join(f"{where}{problem}" for problem in problems))
+        raise ConfigError("; ".join(f"{where}{problem.rstrip('.')}" for problem in problems))
     return config
 
 
@@ -309,7 +309,7 @@ def _build(
             try:
                 values[key] = _convert(value, hints[key])
             except ValueError as error:
-                problems.append(f"{name} must be {error}; got {value!r}")
+                problems.append(f"{name} must be {error}; got {got(name, value)}")
     for told, names in sorted(strange.items(), key=lambda item: not item[0]):
         are = "are not knobs" if len(names) > 1 else "is not a knob"
         told = told or f"Known here: {', '.join(hints)}."

@@ -21,6 +21,7 @@ from tandem.config.spellings import (
     spelled,
     within,
 )
+from tandem.text import class_name
 
 _WITHOUT_SECTION = """
     dataset.columns dataset.on_bad_row dataset.max_tokens dataset.max_prompt_tokens
@@ -78,6 +79,17 @@ def empty_list(flag: str, hint: Any) -> str:
     options = get_args(get_args(hint)[0])
     values = f"some of {listed(options, 'and')}" if options else "its values"
     return f"{flag} must have values; got none. Write {values} behind it, or {flag} '' for none"
+
+
+def got(name: str, value: Any) -> str:
+    """A knob's wrong value in a message; of an object in memory its class, and where it goes."""
+    objects = value if isinstance(value, list | tuple) else [value]
+    objects = [each for each in objects if callable(each)]
+    if not objects:
+        return repr(value)
+    if name in ("actor_model", "reward_model"):
+        return f"{class_name(objects[0])}. Pass a model in memory as train(config, {name}=...)"
+    return f"{class_name(objects[0])}. Name a function as file.py:name"
 
 
 def nearest_knobs(wanted: str, known: Iterable[str], sections: Sequence[str] = ()) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -51,7 +51,7 @@ def require_callbacks(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
     Raises:
         ConfigError: they are no list of objects of `Callback`.
     """
-    is_list = not isinstance(callbacks, Callback | type)
+    is_list = isinstance(callbacks, Iterable) and not isinstance(callbacks, Callback | type)
     others = [one for one in callbacks if not isinstance(one, Callback)] if is_list else [callbacks]
     if others:
         raise ConfigError(

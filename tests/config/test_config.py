@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -549,3 +550,32 @@ def test_a_bound_that_a_loss_does_not_read_is_refused() -> None:
         parse_run_flags(f"{start} cispo --grpo.clip-high 0.3".split(), "grpo")
     parse_run_flags(f"{start} dapo --grpo.loss cispo".split(), "grpo")
     parse_run_flags(f"{start} dapo --grpo.clip-high 0.3".split(), "grpo")
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        (
+            {"actor_model": torch.nn.Linear(1, 1)},
+            "must be text; got Linear. Pass a model in memory as train(config, actor_model=...)",
+        ),
+        (
+            {"grpo": {"reward_function": [lambda completions: completions]}},
+            "grpo.reward_function must be text; got function. Name a function as file.py:name",
+        ),
+        ({"ppo": {"environment": print}}, "got builtin_function_or_method. Name a function as"),
+    ],
+)
+def test_what_is_in_memory_is_shown_by_its_class_with_where_it_goes(
+    values: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_config(values)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_problems_of_a_configuration_in_python_are_one_sentence_each() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_config({"bf16": True, "do_train": True})
+    assert ".;" not in str(caught.value)

@@ -22,6 +22,7 @@ from tandem.generation.blocks import kept_bytes
 from tandem.metrics.log import read_metrics
 from tandem.models.load import load_causal_lm, load_tokenizer
 from tandem.parallel.world import World
+from tandem.training.callbacks import require_callbacks
 from tandem.training.given import with_given
 from tandem.types import Message, Source
 from tests.jsonl import read_jsonl
@@ -230,3 +231,10 @@ def test_a_reward_module_must_return_one_score_per_sequence(tiny_model: str) -> 
     assert scores.tolist() == [sum(i % 3 == 0 for i in row.token_ids) for row in rows]
     with pytest.raises(ModelError, match=r"CountOf must return one score per sequence, \(2,\) or"):
         ModuleScorer(CountOf(3, wide=True), renderer, World()).raw_rows(rows)
+
+
+@pytest.mark.parametrize("wrong", [3, print, Callback, Callback(), [print]])
+def test_callbacks_that_are_no_list_are_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"callbacks must be a list of objects .*; got "):
+        require_callbacks(wrong)
+    assert require_callbacks([]) == ()
