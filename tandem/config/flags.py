@@ -322,7 +322,8 @@ class _CommandLine:
         return f"{word!r} belongs to no flag. {hint}".rstrip(" .")
 
     def _unknown(self, flag: str) -> str:
-        hint = self._hint(flag) or f"See tandem {self._command} {self._help}."
+        own = "" if self._program == self._command else f"tandem {self._program} --help, or "
+        hint = self._hint(flag) or f"See {own}tandem {self._command} {self._help}."
         return f"{flag} is not a flag of tandem {self._program}. {hint}"
 
     def _hint(self, flag: str) -> str:

@@ -387,7 +387,7 @@ def test_an_unknown_flag_is_refused_in_the_name_of_the_command_that_was_typed(
     assert main(["plan", "--temprature", "1", "--foo"]) == 2
     line = capsys.readouterr().err
     assert "--temprature is not a flag of tandem plan. Did you mean --sampling.temperature?" in line
-    assert "--foo is not a flag of tandem plan. See tandem train --help-all" in line
+    assert "--foo is not a flag of tandem plan. See tandem plan --help, or tandem train --" in line
     assert main(["sweep", "--sweep-dir", str(tmp_path), "--temprature", "1"]) == 2
     assert "--temprature is not a flag of tandem sweep." in capsys.readouterr().err
 
