@@ -12,6 +12,7 @@ import textwrap
 import typing
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -257,7 +258,9 @@ class _CommandLine:
             if name and "." not in plain(flag.lstrip("-")):
                 self.undotted[flag] = name
             is_list = typing.get_origin(knob_types().get(name)) is tuple
-            while words and not equals and (is_list or not values) and _is_value(words[0]):
+            while words and not equals and _is_value(words[0]):
+                if values and not is_list and (name or "=" in words[0]):
+                    break
                 values.append(words.popleft())
             self.parts.append((name, [word, *values] if not equals else [word]))
             if name in self.given:
@@ -322,7 +325,7 @@ class _CommandLine:
         return f"{word!r} belongs to no flag. {hint}".rstrip(" .")
 
     def _unknown(self, flag: str) -> str:
-        own = "" if self._program == self._command else f"tandem {self._program} --help, or "
+        own = f"tandem {self._program} --help, or " * (self._program != self._command)
         hint = self._hint(flag) or f"See {own}tandem {self._command} {self._help}."
         return f"{flag} is not a flag of tandem {self._program}. {hint}"
 
@@ -358,11 +361,8 @@ def _read(value: Any, hint: Any) -> Any:
         return [_read(word, item_hint) for word in value]
     if typing.get_origin(hint) is Literal:
         return next((option for option in typing.get_args(hint) if str(option) == value), value)
-    if hint is int:
-        try:
-            return int(value)
-        except ValueError:
-            return value
+    with suppress(ValueError):
+        return int(value) if hint is int else value
     return value
 
 

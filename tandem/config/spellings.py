@@ -55,17 +55,19 @@ def plain(name: str) -> str:
 
 
 def with_dotted(values: Mapping[Any, Any], sections: Sequence[str]) -> dict[Any, Any]:
-    """A copy in which what verl's file nests has dotted names, as on its command line.
+    """A copy in which what verl's file nests has dotted names, as on its command line, and what
+    axolotl's has under `trl` has none.
 
     Args:
         sections: our own, which stay.
     """
     flat: dict[Any, Any] = {}
     for key, value in values.items():
-        is_theirs = any(name.startswith(f"{key}.") for name in _DOTTED) and key not in sections
-        flat |= (
-            _leaves(value, f"{key}.") if is_theirs and isinstance(value, Mapping) else {key: value}
-        )
+        is_verl = any(name.startswith(f"{key}.") for name in VERL) and key not in sections
+        if isinstance(value, Mapping) and (is_verl or key == "trl"):
+            flat |= _leaves(value, f"{key}.") if is_verl else value
+        else:
+            flat[key] = value
     return flat
 
 

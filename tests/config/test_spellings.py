@@ -505,6 +505,24 @@ def test_flags_and_file_share_one_note_and_flags_win(tmp_path: Path) -> None:
     ]
 
 
+def test_an_unknown_flag_takes_all_its_values() -> None:
+    said = refused("--reward_funcs think_format_reward accuracy_reward --no_such a b c=d", "grpo")
+    assert "Use --reward-function: functions" in said
+    assert "accuracy_reward" not in said
+    assert "'b'" not in said
+    assert "'c=d' belongs to no flag" in said
+
+
+def test_what_axolotls_file_has_for_trl_is_answered(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("trl: {num_generations: 4, use_vllm: true}\nvllm: {port: 8000}\n")
+    said = refused(f"--config {file}", "grpo")
+    assert "use_vllm, vllm are not knobs. Tandem generates on the training weights" in said
+    file.write_text("trl: {num_generations: 4}\nr: 8\nrandom_state: 7\n")
+    config, _ = read(f"--config {file}", "grpo")
+    assert (config.sampling.samples_per_prompt, config.lora.rank, config.seed) == (4, 8, 7)
+
+
 def test_an_unknown_flag_hides_no_wrong_value_beside_it() -> None:
     said = refused("--bf16 --num_generations many --sed 3 --ppo.gamma 2 --no-such-thing 1")
     for part in (
