@@ -84,13 +84,22 @@ class Forecast:
         the two would never do it, for the stage is then finished."""
 
         def save(folder: Path) -> None:
-            self.compare(job.trainer.phases)
+            try:
+                self.compare(job.trainer.phases)
+            except Exception as error:  # the models count more
+                self._run.print_line(
+                    f"{self._stage}: predictions not recorded: {named_line(error)}"
+                )
             job.save(folder)
 
         return replace(job, save=save)
 
     def compare(self, phases: Phases) -> None:
-        """Write predicted beside measured into the run's folder, and show it in a line."""
+        """Show predicted beside measured in a line, and write it into the run's folder.
+
+        Raises:
+            OSError: the disk refuses.
+        """
         prediction = self.prediction
         if prediction is None or not self._run.world.is_first or not self._run.writes:
             return
@@ -111,11 +120,8 @@ class Forecast:
         cpu = sum(measured[n].cpu_seconds for n in OF_A_STEP if n in measured)
         outcomes += self._evaluations(measured, steps)
         outcomes.append(self._outcome(WHOLE, whole, Whole(step.blocks, seconds, cpu, peak), steps))
-        try:
-            add_outcomes(self._run.path, outcomes)
-        except OSError as error:  # the stage is finished, which counts more
-            self._run.print_line(f"{self._stage}: predictions not written: {named_line(error)}")
         self._show(outcomes[-1])
+        add_outcomes(self._run.path, outcomes)
 
     def _evaluations(self, measured: Mapping[str, Whole], steps: int) -> list[Outcome]:
         """One of the stage's evaluations, on average; none where none was predicted or made."""

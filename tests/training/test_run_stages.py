@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from tandem.errors import CheckpointError, ConfigError, DataError, ModelError
 from tandem.metrics.log import read_metrics
 from tandem.metrics.report import write_report
 from tandem.models.load import load_causal_lm, load_tokenizer
-from tandem.training import own_folder, run_stages
+from tandem.training import forecast, own_folder, run_stages
 from tandem.training import run_folder as run_module
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import train
@@ -771,3 +772,16 @@ def test_a_run_killed_once_its_stage_is_finished_has_its_predictions(
     told = [line["phase"] for line in read_jsonl(tmp_path / "run/predictions.jsonl")]
     assert {"train", "stage"} <= {*told}
     assert len(told) == len({*told}), "once each"
+
+
+@pytest.mark.parametrize("error", [OSError(28, "full"), ZeroDivisionError("division by zero")])
+def test_predictions_that_cannot_be_recorded_cost_no_models(
+    error: Exception, tmp_path: Path, tiny_model: str, preferences: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    config = tiny_config(tmp_path / "run", tiny_model, preferences, stages=["sft"], **BRIEF)
+    monkeypatch.setattr(forecast, "add_outcomes", Mock(side_effect=error))
+    lines: list[str] = []
+    ran(config, lines=lines)
+    assert (tmp_path / "run/sft/MANIFEST.json").is_file()
+    assert any(line.startswith("sft: predictions not recorded: ") for line in lines)
