@@ -107,6 +107,9 @@ def takes_the_mean(made):
 def by_its_own(made):
     return made.advantages.clamp(-1, 1), made.rewards
 
+def returns_by_its_own(made):
+    return made.rewards, made.advantages + made.values
+
 def by_level(made):
     levels = [prompt.columns["level"] for prompt in made.rollout.prompts]
     return made.rewards * torch.tensor(levels)[:, None], made.rewards
@@ -171,6 +174,7 @@ def test_functions_that_say_what_the_knobs_say_give_the_same_weights(
         ({"advantage_function": "FILE:group_mean"}, r"made-up.*must be a pair.*the critic's ret"),
         ({"advantage_function": "FILE:takes_the_mean"}, "must leave its arguments as they are"),
         ({"advantage_function": "FILE:by_its_own"}, r"must give finite advantages; got \d+ that"),
+        ({"advantage_function": "FILE:returns_by_its_own"}, r"must give finite returns; got \d+"),
         ({"advantage_function": "FILE:logs"}, "; it changed the experience's metrics"),
         ({"advantage_function": "FILE:by_level"}, "could not be used on 8 made-up.*KeyError: 'lev"),
     ],

@@ -89,7 +89,7 @@ def try_advantages(advantages_of: AdvantagesOf, name: str, made: Experience) -> 
 
     Raises:
         ConfigError: they fail, are no tensors of the response mask's shape, are not finite, or
-            change what they were given.
+            change what they were given; or the critic's returns are not finite.
     """
     of_experience = [getattr(made, field.name) for field in fields(made)]
     of_batch = [made.batch.token_ids, made.batch.attention_mask, made.batch.response_mask]
@@ -98,13 +98,14 @@ def try_advantages(advantages_of: AdvantagesOf, name: str, made: Experience) -> 
     # What the function is to give; in a run it is 0 until then.
     made = replace(made, advantages=torch.full_like(made.rewards, torch.nan))
     with on_made_up(name, f"{len(made)} made-up answers to the data's prompts", tensors):
-        found, _ = required_advantages(advantages_of(made), made)
-    if not bool(found.isfinite().all()):
-        raise ConfigError(
-            f"{name} must give finite advantages; got {int((~found.isfinite()).sum())} that are "
-            f"not, for {len(made)} made-up answers. Look for a division by 0, and compute them "
-            "from scores or rewards: the experience's advantages are what it is to give."
-        )
+        given = required_advantages(advantages_of(made), made)
+    for what, found in zip(("advantages", "returns"), given, strict=True):
+        if found is not None and not bool(found.isfinite().all()):
+            raise ConfigError(
+                f"{name} must give finite {what}; got {int((~found.isfinite()).sum())} that are "
+                f"not, for {len(made)} made-up answers. Look for a division by 0, and compute them "
+                "from scores or rewards: the experience's advantages are what it is to give."
+            )
     if dict(made.metrics) != figures:
         raise ConfigError(
             f"{name} must leave its arguments as they are; it changed the experience's metrics, "
