@@ -86,7 +86,8 @@ def is_superseded(optimizer: object, parameters: Iterable[nn.Parameter]) -> bool
     """Whether gradients of an optimizer's weights have become another's that was made since."""
     if isinstance(optimizer, MasterAdamW):
         return optimizer.is_released
-    return any(parameter in _hooks and _hooks[parameter][1]() for parameter in parameters)
+    # Usually there are no hooks at all, and each look-up takes a microsecond.
+    return len(_hooks) > 0 and any(p in _hooks and _hooks[p][1]() for p in parameters)
 
 
 @contextmanager
