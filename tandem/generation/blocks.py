@@ -20,7 +20,7 @@ CPU_SHARE = 0.5
 """Of the memory that is free when generation begins, what KV memory may take on a CPU."""
 GPU_SHARE = 0.9
 """The same on a GPU."""
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
 
 
 def blocks_for(num_tokens: int) -> int:
@@ -162,8 +162,9 @@ def free_bytes(device: torch.device) -> int:
 
 def available_bytes() -> int:
     """Bytes that the system can still give to processes, its container's limit respected. What the
-    container holds of files that it has read, such as models, it gives back when it must."""
-    limits = [_machine_bytes()]
+    container holds of files that it has read, such as models, it gives back when it must; but not
+    what this process still uses of them (`_mapped_bytes`)."""
+    limits, mapped = [_machine_bytes()], _mapped_bytes()
     for limit, used, read in (
         ("memory.max", "memory.current", ("memory.stat", "inactive_file")),
         (
@@ -174,7 +175,8 @@ def available_bytes() -> int:
     ):
         most, taken = _number_in(_CGROUP / limit), _number_in(_CGROUP / used)
         if most is not None and taken is not None:
-            limits.append(max(0, most - taken + _number_of(read[1], _CGROUP / read[0])))
+            held = _number_of(read[1], _CGROUP / read[0])
+            limits.append(max(0, most - taken + max(0, held - mapped)))
     return min(limits)
 
 
@@ -189,21 +191,27 @@ def kept_bytes(device: torch.device) -> int:
 
 def _machine_bytes() -> int:
     """What the system says is available; where it does not say, half of what is built in."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        for line in meminfo.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+    available = _number_of("MemAvailable:", _PROC / "meminfo") * 1024
+    if available:
+        return max(0, available - _mapped_bytes())
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _mapped_bytes() -> int:
+    """Bytes of files in this process's memory: libraries, and weights that were not copied when
+    they were loaded, as those of frozen models. The system counts them as available, but each
+    forward would read them from the disk again."""
+    return _number_of("RssFile:", _PROC / "self/status") * 1024
 
 
 def _number_of(name: str, path: Path) -> int:
     """What a file of lines of names and numbers says; 0 where it does not."""
     try:
-        lines = path.read_text(encoding="ascii").splitlines()
+        lines = path.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
+    found = (line.split() for line in lines)
+    return next((int(words[1]) for words in found if words[:1] == [name]), 0)
 
 
 def _number_in(path: Path) -> int | None:

@@ -188,6 +188,7 @@ def test_a_container_gives_back_what_it_holds_of_files(
 ) -> None:
     monkeypatch.setattr(module, "_CGROUP", tmp_path)
     monkeypatch.setattr(module, "_machine_bytes", lambda: 900)
+    monkeypatch.setattr(module, "_mapped_bytes", lambda: 0)
     assert available_bytes() == 900
     (tmp_path / limit).parent.mkdir(exist_ok=True)
     (tmp_path / limit).write_text("500\n")
@@ -196,7 +197,24 @@ def test_a_container_gives_back_what_it_holds_of_files(
     stat = (tmp_path / limit).with_name("memory.stat")
     stat.write_text(f"anon 90\nfile 360\n{name} 300\nworkingset_{name} 7\n")
     assert available_bytes() == 350
+    monkeypatch.setattr(module, "_mapped_bytes", lambda: 120)  # of those files, still in use
+    assert available_bytes() == 230
+    monkeypatch.setattr(module, "_mapped_bytes", lambda: 800)  # others, which are used more
+    assert available_bytes() == 50
     (tmp_path / used).write_text("900\n")  # beyond the limit for a moment
     assert available_bytes() == 0
     (tmp_path / limit).write_text("max\n")
     assert available_bytes() == 900
+
+
+def test_weights_that_are_read_from_their_file_are_not_available(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PROC", tmp_path)
+    monkeypatch.setattr(module, "_CGROUP", tmp_path / "none")
+    assert available_bytes() > 2**20, "where the system does not say"
+    (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:  7000 kB\n")
+    assert available_bytes() == 7000 * 1024
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/status").write_text("Name:\tpython\u00e9\nRssFile:\t    2500 kB\n", "utf-8")
+    assert available_bytes() == 4500 * 1024
