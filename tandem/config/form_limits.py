@@ -42,7 +42,7 @@ def parser_limits(*, has_rules: bool) -> dict[str, Any]:
             time of a step grows with the third power of their number.
     """
     return {
-        "step_lexer_fuel": 20_000,
+        "step_lexer_fuel": 200_000,
         "step_max_items": 20_000,
         "max_items_in_row": 500 if has_rules else 1100,
         "max_lexer_states": 50_000,

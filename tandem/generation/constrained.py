@@ -9,8 +9,10 @@ and white space behind them.
 from __future__ import annotations
 
 import json
+import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from copy import copy
 from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary, proxy
@@ -53,6 +55,43 @@ _TOLD = {
 }
 _ALL = -1
 """32 bits, all set."""
+_QUICK_SECONDS = 0.05
+"""Of compiling a grammar again while other answers wait."""
+
+
+class CompiledForm:
+    """A grammar as llguidance follows it.
+
+    The lexer, which all answers of the grammar share, keeps every state that any of them was in.
+    Once there are too many, or one step was too costly, it lets no answer go on. The grammar is
+    then compiled again.
+    """
+
+    def __init__(self, compiled: Callable[[], Any]) -> None:
+        """compiled: a matcher of an answer that has not begun, with a lexer of its own."""
+        self._compiled = compiled
+        self._seconds = 0.0
+        self.matcher = self._new()
+
+    def renew(self, spent: Any, *, patient: bool) -> bool:
+        """Compile it again, unless that was done since `spent` was `matcher`.
+
+        Args:
+            patient: nobody waits where it takes long.
+        Returns:
+            nothing further can be done for the answer: the lexer is new, or would take too long.
+        """
+        if self.matcher is not spent:
+            return False
+        if patient or self._seconds <= _QUICK_SECONDS:
+            self.matcher = self._new()
+        return True
+
+    def _new(self) -> Any:
+        begun = time.monotonic()
+        matcher = self._compiled()
+        self._seconds = time.monotonic() - begun
+        return matcher
 
 
 class Constraint:
@@ -62,22 +101,34 @@ class Constraint:
         problem: why the model has no token to go on with; "" while it has some.
     """
 
-    def __init__(self, matcher: Any, stops: Collection[int]) -> None:
-        """matcher: llguidance's. stops: tokens that end an answer."""
-        self._matcher, self._stops = matcher, stops
+    def __init__(self, form: CompiledForm, stops: Collection[int]) -> None:
+        """stops: tokens that end an answer."""
+        self._form, self._stops = form, stops
+        self._first = form.matcher
+        self._matcher = self._first.deep_copy()
+        self._taken: list[int] = []
         self._is_over = False
         self.problem = ""
 
     def copy(self) -> Constraint:
         """The same for another answer that has come as far."""
-        return Constraint(self._matcher.deep_copy(), self._stops)
+        made = copy(self)
+        made._matcher, made._taken = self._matcher.deep_copy(), self._taken.copy()
+        return made
 
-    def bits(self) -> np.ndarray | None:
+    def bits(self, *, patient: bool = False) -> np.ndarray | None:
         """The tokens that may come next, a bit each, (W,) int32; None for any: the answer has
-        ended."""
+        ended. patient: see `CompiledForm.renew`."""
         if self._is_over:
             return None
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        found, is_last = self._matcher.compute_bitmask(), False
+        while self._matcher.is_error() and not is_last:
+            is_last = self._form.renew(self._first, patient=patient)
+            self._first = self._form.matcher
+            self._matcher = self._first.deep_copy()
+            self._matcher.try_consume_tokens(self._taken)
+            found = self._matcher.compute_bitmask()
+        bits = np.frombuffer(found, np.int32)
         # llguidance ends what it cannot follow, as if it had its form.
         return np.zeros_like(bits) if self._matcher.is_error() else bits
 
@@ -85,7 +136,7 @@ class Constraint:
         """The answer has got this token."""
         if not self._is_over:
             self._is_over = token in self._stops
-            self._matcher.try_consume_tokens([token])  # what came of NaN is not taken
+            self.take_all([token])  # what came of NaN is not taken
 
     def take_all(self, token_ids: Sequence[int]) -> int:
         """The answer has got these tokens, up to the first that it may not have.
@@ -93,7 +144,10 @@ class Constraint:
         Returns:
             how many.
         """
-        return int(self._matcher.try_consume_tokens(list(token_ids)))
+        taken = int(self._matcher.try_consume_tokens(list(token_ids)))
+        # At an error the rest is tried again, by `bits`.
+        self._taken += token_ids if self._matcher.is_error() else token_ids[:taken]
+        return taken
 
     def stuck(self) -> str:
         """What to say where `bits` leaves none of the model's tokens."""
@@ -145,7 +199,7 @@ class Constrainer:
         from llguidance.hf import from_tokenizer
 
         self._renderer: Renderer = proxy(renderer)  # by which it is kept
-        self._kept: OrderedDict[str, Any] = OrderedDict()
+        self._kept: OrderedDict[str, CompiledForm] = OrderedDict()
         self._lock = Lock()
         tokenizer = renderer.pieces.tokenizer
         known = len(tokenizer)
@@ -221,18 +275,22 @@ class Constrainer:
 
         first = {"lark_grammar": f"{_ONE_STEP}\nstart: {quoted(_MARK)} whole\n{rules}"}
         grammar = json.dumps({"grammars": [first, *form.grammars("answer")]})
+        tokenizer, limits = self._tokenizer, form.limits
+
+        def compiled() -> LLMatcher:
+            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**limits))
+            matcher.try_consume_tokens(tokenizer.greedy_tokenize(_MARK))
+            return matcher
+
         with self._lock:
-            matcher = self._kept.get(grammar)
-            if matcher is None:
-                limits = LLParserLimits(**form.limits)
-                matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
-                matcher.try_consume_tokens(self._tokenizer.greedy_tokenize(_MARK))
-                self._kept[grammar] = matcher
+            kept = self._kept.get(grammar)
+            if kept is None:
+                kept = self._kept[grammar] = CompiledForm(compiled)
             self._kept.move_to_end(grammar)
             while len(self._kept) > _KEPT_GRAMMARS:
                 self._kept.popitem(last=False)
-            made = Constraint(matcher.deep_copy(), self._stops)
-        bits = made.bits()
+            made = Constraint(kept, self._stops)
+        bits = made.bits(patient=True)
         if bits is None or not bits.any():
             raise GenerationError(
                 f"an answer's form must be one that can be followed; got: {made.stuck()[:200]}."

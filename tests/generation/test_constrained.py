@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
+from tandem.config import answer_form
 from tandem.config.answer_form import AnswerForm
 from tandem.config.schema import SamplingConfig
 from tandem.data.render import Renderer
@@ -473,6 +474,43 @@ def test_rules_that_can_be_followed_in_many_ways_at_once_are_refused() -> None:
     with pytest.raises(GenerationError, match="got: it may go on in too many ways at once: give"):
         constrainer.text(rules(250))
     with pytest.raises(GenerationError, match="got: its patterns are too large: shorten them, or"):
-        constrainer.text(AnswerForm.of_regex("[a-z]{0,1000}" * 50).check())
+        constrainer.text(AnswerForm.of_regex("[a-z]{0,1000}" * 1000).check())
     choice = AnswerForm.of_choice([f"the {i}th" for i in range(1000)]).check()
     assert constrainer.text(choice).bits() is not None
+
+
+def drawn(constraint: Constraint, seed: int, most: int = 120) -> list[int]:
+    """Tokens that the form allows, any of them equally likely, and its end."""
+    chosen, ids = np.random.default_rng(seed), list[int]()
+    while (bits := constraint.bits()) is not None and len(ids) < most:
+        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+        assert len(allowed), constraint.stuck()
+        ids.append(int(chosen.choice(allowed)))
+        constraint.take(ids[-1])
+    return ids
+
+
+def test_letters_of_all_alphabets_in_a_real_vocabulary(shared: Path) -> None:
+    renderer = Renderer(AutoTokenizer.from_pretrained(shared / "tokenizers" / "gpt2"))
+    constrainer, form = Constrainer(renderer), AnswerForm.of_regex(r"\p{Lu}\w+").check()
+    for seed in range(8):
+        assert drawn(constrainer.text(form), seed, most=4)
+
+
+def test_a_form_is_followed_however_many_answers_had_it(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llguidance's lexer lets no answer go on once it has had too many states: the grammar is then
+    compiled again, also for answers in progress, which draw what they would have drawn alone."""
+    limits = answer_form.parser_limits(has_rules=False) | {"max_lexer_states": 400}
+    monkeypatch.setattr(answer_form, "parser_limits", lambda *, has_rules: limits)
+    renderer = Renderer(AutoTokenizer.from_pretrained(shared / "tokenizers" / "gpt2"))
+    form = AnswerForm.of_regex("[a-z ]{100,200}[A-Z]{100,200}").check()
+    together = Constrainer(renderer)
+    begun = [together.text(form) for _ in range(3)]
+    begun.append(begun[0].copy())
+    ids = [drawn(constraint, seed, most=60) for seed, constraint in enumerate(begun)]
+    for seed, (constraint, sofar) in enumerate(zip(begun, ids, strict=True)):
+        alone = Constrainer(renderer).text(form)
+        assert alone.take_all(sofar) == len(sofar)
+        assert drawn(constraint, seed) == drawn(alone, seed)
