@@ -107,22 +107,25 @@ class AnswerForm:
             has_rules |= each.kind == "grammar"
         return parser_limits(has_rules=has_rules)
 
-    def check(self) -> AnswerForm:
+    def check(self, seconds: float | None = None) -> AnswerForm:
         """The form itself, a grammar in Lark's notation.
 
+        Args:
+            seconds: that its trial may take; None: as long as it must.
         Raises:
             FormError: its grammar cannot be read or followed, or the library is missing.
+            SlowFormError: its trial took longer.
         """
         require_library()
         if self.kind == "written":
-            return self._read().check()
+            return self._read().check(seconds)
         if found := too_costly(self.kind, self.text):
             raise FormError(f"be {self._kind} that can be followed in time", found)
         try:
             grammars = [{"lark_grammar": "start: @answer"}, *self.grammars("answer")]
         except ValueError as error:
             raise FormError(f"be {self._kind}", _short(error)) from None
-        if said := tried(json.dumps({"grammars": grammars}), self.limits):
+        if said := tried(json.dumps({"grammars": grammars}), self.limits, seconds):
             raise FormError(f"be {self._kind} that can be followed", _short(said))
         return self
 

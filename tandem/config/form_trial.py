@@ -25,19 +25,46 @@ _MOST_SECONDS = 60.0
 _KEPT = 64
 
 
-def tried(grammars: str, limits: Mapping[str, object]) -> str:
+class SlowFormError(Exception):
+    """A form's trial took longer than was asked for; it may be tried again with more time."""
+
+
+class _Trial:
+    """Attributes: found: what `tried` returns; None before it is known. is_slow: it was ended."""
+
+    found: str | None = None
+    is_slow = False
+
+
+def tried(grammars: str, limits: Mapping[str, object], seconds: float | None = None) -> str:
     """What is wrong with llguidance's grammars, as JSON; "" if they can be followed.
 
     Args:
         limits: llguidance's, by name.
+        seconds: that this may take; None: as long as it must.
     Raises:
+        SlowFormError: it took longer than `seconds`.
         TandemError: the process could not begin, or something else ended it.
     """
-    return _tried(grammars, json.dumps(limits))
+    given = json.dumps(limits)
+    trial = _kept(grammars, given)
+    if trial.is_slow and trial.found is None and seconds is not None:
+        raise SlowFormError
+    if trial.found is None:
+        try:
+            trial.found = _tried(grammars, given, seconds)
+        except SlowFormError:
+            trial.is_slow = True
+            raise
+    return trial.found
 
 
 @lru_cache(maxsize=_KEPT)
-def _tried(grammars: str, limits: str) -> str:
+def _kept(grammars: str, limits: str) -> _Trial:
+    return _Trial()
+
+
+def _tried(grammars: str, limits: str, seconds: float | None) -> str:
     from llguidance import _lib
 
     # By its file: what imports this package here may be a hook, which -S leaves out there.
@@ -45,9 +72,11 @@ def _tried(grammars: str, limits: str) -> str:
     given = grammars.encode("utf-8", "surrogatepass")
     try:
         trial = subprocess.run(
-            command, input=given, capture_output=True, check=False, timeout=_MOST_SECONDS
+            command, input=given, capture_output=True, check=False, timeout=seconds or _MOST_SECONDS
         )
     except subprocess.TimeoutExpired:
+        if seconds is not None:
+            raise SlowFormError from None
         raise _untried(f"no end of it in {_MOST_SECONDS:g} s") from None
     except OSError as error:
         raise _untried(first_line(error)) from None

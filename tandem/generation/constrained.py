@@ -282,10 +282,9 @@ class Constrainer:
             matcher.try_consume_tokens(tokenizer.greedy_tokenize(_MARK))
             return matcher
 
+        kept = self._kept.get(grammar) or CompiledForm(compiled)  # others need not wait for it
         with self._lock:
-            kept = self._kept.get(grammar)
-            if kept is None:
-                kept = self._kept[grammar] = CompiledForm(compiled)
+            self._kept[grammar] = kept
             self._kept.move_to_end(grammar)
             while len(self._kept) > _KEPT_GRAMMARS:
                 self._kept.popitem(last=False)

@@ -93,6 +93,7 @@ def constraint_of(
     tools: str = "",
     begun: Sequence[int] = (),
     is_chat: bool = True,
+    seconds: float | None = None,
 ) -> Constraint | None:
     """What keeps an answer to a prompt in the form that is asked for; None if none is. It may take
     seconds, once for each tokenizer and each form.
@@ -101,17 +102,20 @@ def constraint_of(
         prompt: token ids. tools: that are listed, as JSON text. begun: what the answer begins
             with, behind the prompt.
         is_chat: a turn of the assistant's is asked for, and not the prompt's continuation.
+        seconds: that the trial of a form may take; None: as long as it must.
     Raises:
+        SlowFormError: it took longer.
         ApiError: the form cannot be followed, or not be tried.
     """
     try:
         if wish.form is None and not wish.calls:
             return None
-        form = wish.form.check() if wish.form is not None else None
+        form = wish.form.check(seconds) if wish.form is not None else None
         constrainer = constrainer_of(renderer)
         calls = constrainer.calls(tools, wish.function, one=wish.one)
         if calls is not None:
-            form = _checked_tools(calls if wish.calls or form is None else form.or_else(calls))
+            form = calls if wish.calls or form is None else form.or_else(calls)
+            form = _checked_tools(form, seconds)
         elif wish.calls or form is None:
             _no_calls(wish)
         return constrainer.answer(form, prompt, begun) if is_chat else constrainer.text(form)
@@ -125,10 +129,10 @@ def constraint_of(
         raise ApiError(str(error), status=500) from None
 
 
-def _checked_tools(form: AnswerForm) -> AnswerForm:
+def _checked_tools(form: AnswerForm, seconds: float | None) -> AnswerForm:
     """The form, of which calls of tools are a part."""
     try:
-        return form.check()
+        return form.check(seconds)
     except FormError as error:
         if not error.found:
             raise

@@ -88,12 +88,14 @@ async def prepare_chat(
     if wish == NO_WISH:
         return prepared
 
-    def formed() -> Constraint | None:
+    def formed(seconds: float | None) -> Constraint | None:
         """In another thread: large schemas take seconds."""
         ids = prepared.token_ids
         end = len(ids) - prepared.begun_tokens
         renderer = loaded.rendering(variables)
-        return constraint_of(renderer, wish, ids[:end], tools=tools, begun=ids[end:])
+        return constraint_of(
+            renderer, wish, ids[:end], tools=tools, begun=ids[end:], seconds=seconds
+        )
 
     return replace(prepared, constraint=await service.in_form_thread(formed, answers))
 
@@ -188,9 +190,10 @@ async def prepare_text(
     if wish == NO_WISH:
         return prepared
 
-    def formed() -> Constraint | None:
+    def formed(seconds: float | None) -> Constraint | None:
         """In another thread: large schemas take seconds."""
-        return constraint_of(loaded.renderer, wish, prepared.token_ids, is_chat=False)
+        ids = prepared.token_ids
+        return constraint_of(loaded.renderer, wish, ids, is_chat=False, seconds=seconds)
 
     return replace(prepared, constraint=await service.in_form_thread(formed, answers))
 

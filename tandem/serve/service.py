@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+from tandem.config.form_trial import SlowFormError
 from tandem.config.recorded import is_folder
 from tandem.config.stages import STAGES
 from tandem.errors import TandemError
@@ -37,6 +38,8 @@ from tandem.serve.sources import ModelSource, Offer, offer_of
 T = TypeVar("T")
 _MOST_FORM_SECONDS = 30.0
 """Of a request that waits for others' forms. One takes some 50 ms, or 2 s if it is made to."""
+_QUICK_FORM_SECONDS = 0.5
+"""Of a form's trial; one that takes longer is tried again among such forms."""
 _ALIASES = {f"{s.name}-{p.folder}": p.label for s in STAGES for p in s.policies}
 """Further names: `ppo-ema` for what chat calls `ema`."""
 
@@ -134,6 +137,7 @@ class Service:
         self._loader = ThreadPoolExecutor(1, "tandem-load")
         self._text = ThreadPoolExecutor(1, "tandem-text")
         self._forms = ThreadPoolExecutor(1, "tandem-forms")
+        self._slow_forms = ThreadPoolExecutor(1, "tandem-forms-slow")
 
     def close(self) -> None:
         """End the threads; the models are freed with the service."""
@@ -141,6 +145,7 @@ class Service:
         self._loader.shutdown(wait=False, cancel_futures=True)
         self._text.shutdown(wait=False, cancel_futures=True)
         self._forms.shutdown(wait=False, cancel_futures=True)
+        self._slow_forms.shutdown(wait=False, cancel_futures=True)
 
     def mailbox(self) -> Mailbox:
         """That of the running loop."""
@@ -253,10 +258,12 @@ class Service:
         """Run tokenizer work off the event loop; one at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._text, work)
 
-    async def in_form_thread(self, work: Callable[[], T], answers: int) -> T:
-        """Make what keeps answers in a form, one at a time; requests without one go on.
+    async def in_form_thread(self, work: Callable[[float | None], T], answers: int) -> T:
+        """Make what keeps answers in a form, one at a time; requests without one go on. Forms whose
+        trial takes long wait for each other alone.
 
         Args:
+            work: takes the seconds that a form's trial may take, and raises SlowFormError.
             answers: of the request, in `room`: until the form is made they take none from others.
         Raises:
             ApiError: other forms have taken too long, or as many as there is room for wait.
@@ -265,12 +272,15 @@ class Service:
             raise self._busy(f"{self.forming} answers wait for their forms", retry_after=5)
         self.outstanding, self.forming = self.outstanding - answers, self.forming + answers
         try:
-            return await self._formed(work)
+            try:
+                return await self._formed(self._forms, lambda: work(_QUICK_FORM_SECONDS))
+            except SlowFormError:
+                return await self._formed(self._slow_forms, lambda: work(None))
         finally:
             self.outstanding, self.forming = self.outstanding + answers, self.forming - answers
 
-    async def _formed(self, work: Callable[[], T]) -> T:
-        waiting = self._forms.submit(work)
+    async def _formed(self, thread: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+        waiting = thread.submit(work)
         made = asyncio.wrap_future(waiting)
         try:
             await asyncio.wait([made], timeout=_MOST_FORM_SECONDS)

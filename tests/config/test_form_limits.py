@@ -178,10 +178,20 @@ def test_a_trial_that_waits_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
     waits.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(waits))
     monkeypatch.setattr(form_trial, "_MOST_SECONDS", 2.0)
+    form = AnswerForm.of_regex("waits")
     with pytest.raises(TandemError, match=r"got no end of it in 2 s\. Ask again"):
-        AnswerForm.of_regex("waits").check()
+        form.check()
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
+    with pytest.raises(form_trial.SlowFormError):
+        form.check(0.5)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    monkeypatch.undo()
+    with pytest.raises(form_trial.SlowFormError):  # it is known to be slow
+        form.check(60.0)
+    form.check()
+    form.check(60.0)
 
 
 @pytest.mark.parametrize("ends", ["kill -9 $$", "kill -2 $$", "echo no such library >&2; exit 1"])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tandem.config import form_trial
 from tandem.serve import preparing, service
 from tandem.serve.forms import Wish
 from tests.serve.serving import Running, ask
@@ -91,6 +92,35 @@ def test_others_go_on_while_a_form_is_made(server: Running, held: Held) -> None:
         answer = b"".join(iter(lambda: waiting.recv(4000), b"")).decode()
     found = json.loads(answer.partition("\r\n\r\n")[2])
     assert re.fullmatch(HELD, found["choices"][0]["message"]["content"])
+    until(server.is_free)
+
+
+def test_forms_do_not_wait_for_those_whose_trial_takes_long(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go, real = list[str](), threading.Event(), form_trial._tried
+
+    def trying(grammars: str, limits: str, seconds: float | None) -> str:
+        if "slow" not in grammars:
+            return real(grammars, limits, None)
+        if seconds is not None:
+            raise form_trial.SlowFormError
+        begun.append(grammars)
+        assert go.wait(60)
+        return real(grammars, limits, seconds)
+
+    monkeypatch.setattr(form_trial, "_tried", trying)
+    sent = [server.send(ask(regex=f"slow{i}", max_tokens=30)) for i in range(3)]
+    until(lambda: bool(begun))
+    assert body(server, regex="quick") == "quick"
+    assert len(begun) == 1
+    go.set()
+    for i, waiting in enumerate(sent):
+        with closing(waiting):
+            answer = b"".join(iter(lambda s=waiting: s.recv(4000), b"")).decode()
+        found = json.loads(answer.partition("\r\n\r\n")[2])
+        assert found["choices"][0]["message"]["content"] == f"slow{i}"
+    assert len(begun) == 3
     until(server.is_free)
 
 
