@@ -333,12 +333,12 @@ class Renderer:
         """A conversation up to where the last answer begins; that of the call before is kept, since
         all answers of a pair, a ranking or a group have the same."""
         key = (template, turns, mark, every_answer)
-        if self._last is None or self._last[0] != key:
+        if (last := self._last) is None or last[0] != key:  # of another thread's call, perhaps
             shown, text = template.text(turns, mark, where)
             parts = template.parts(shown, text, where, every_answer=every_answer)
             ids, mask = self._encode(parts, mark, where)
-            self._last = (key, _BeforeAnswer(shown, text, ids, mask))
-        return self._last[1]
+            last = self._last = (key, _BeforeAnswer(shown, text, ids, mask))
+        return last[1]
 
     def _encode(
         self, parts: Sequence[Part], mark: str, where: str, ends: bool = True

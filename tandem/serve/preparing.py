@@ -84,7 +84,7 @@ async def prepare_chat(
         thoughts = thoughts_behind(renderer, ids)
         return Prepared(ids, tuple(messages), tools=tools, thoughts=thoughts, renderer=renderer)
 
-    prepared = await service.in_text_thread(rendered)
+    prepared = await service.in_text_thread(rendered, is_bounded=most is not None)
     if wish == NO_WISH:
         return prepared
 
@@ -186,7 +186,7 @@ async def prepare_text(
                 )
         return Prepared(prompt, (), loaded.decode(prompt))
 
-    prepared = await service.in_text_thread(rendered)
+    prepared = await service.in_text_thread(rendered, is_bounded=most is not None)
     if wish == NO_WISH:
         return prepared
 

@@ -261,7 +261,9 @@ class Api:
         if not is_ids:
             rule = f"be a list of token ids from 0 to {loaded.vocabulary - 1}"
             raise fields.wrong("tokens", rule, tokens)
-        text = await self._service.in_text_thread(lambda: loaded.decode(tokens or []))
+        text = await self._service.in_text_thread(
+            lambda: loaded.decode(tokens or []), is_bounded=False
+        )
         return json_response({"prompt": text, "content": text})
 
     async def _models(self, request: Request) -> Response:

@@ -136,6 +136,7 @@ class Service:
         self._mailbox: Mailbox | None = None
         self._loader = ThreadPoolExecutor(1, "tandem-load")
         self._text = ThreadPoolExecutor(1, "tandem-text")
+        self._long_text = ThreadPoolExecutor(1, "tandem-text-long")
         self._forms = ThreadPoolExecutor(1, "tandem-forms")
         self._slow_forms = ThreadPoolExecutor(1, "tandem-forms-slow")
 
@@ -144,6 +145,7 @@ class Service:
         self.engine.close()
         self._loader.shutdown(wait=False, cancel_futures=True)
         self._text.shutdown(wait=False, cancel_futures=True)
+        self._long_text.shutdown(wait=False, cancel_futures=True)
         self._forms.shutdown(wait=False, cancel_futures=True)
         self._slow_forms.shutdown(wait=False, cancel_futures=True)
 
@@ -254,9 +256,14 @@ class Service:
                 critic = await self._scalar("critic", self.offer.critic)
         return Judges(reference, reward_model, critic, why)
 
-    async def in_text_thread(self, work: Callable[[], T]) -> T:
-        """Run tokenizer work off the event loop; one at a time."""
-        return await asyncio.get_running_loop().run_in_executor(self._text, work)
+    async def in_text_thread(self, work: Callable[[], T], *, is_bounded: bool = True) -> T:
+        """Run tokenizer work off the event loop, one at a time.
+
+        Args:
+            is_bounded: by the model's context; what is not waits for its like alone.
+        """
+        thread = self._text if is_bounded else self._long_text
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
 
     async def in_form_thread(self, work: Callable[[float | None], T], answers: int) -> T:
         """Make what keeps answers in a form, one at a time; requests without one go on. Forms whose

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from tandem.data.render import Renderer
 from tandem.serve import server
 from tandem.serve.service import ServeSettings
-from tests.serve.serving import TestClient, ask
+from tests.serve.serving import Running, TestClient, ask
 
 _TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
@@ -45,6 +46,29 @@ def test_templates_and_tokenizers_have_a_thread_of_their_own(
     assert answer.status_code == 200, answer.text
     assert threads
     assert all(name.startswith("tandem-text") for name in threads), threads
+
+
+def test_prompts_do_not_wait_for_texts_that_no_context_bounds(
+    served_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go, real = threading.Event(), threading.Event(), Renderer.document
+
+    def held(self: Renderer, text: str, *args: Any, **more: Any) -> Any:
+        if text == "long":
+            begun.set()
+            assert go.wait(60)
+        return real(self, text, *args, **more)
+
+    monkeypatch.setattr(Renderer, "document", held)
+    running = Running(served_run, votes=str(tmp_path / "votes.jsonl"))
+    with closing(running.send({"prompt": "long"}, "/tokenize")) as waiting:
+        assert begun.wait(60)
+        with closing(running.send({"prompt": "Hi", "max_tokens": 2}, "/v1/completions")) as short:
+            assert b"completion_tokens" in b"".join(iter(lambda: short.recv(4000), b""))
+        assert not go.is_set()
+        go.set()
+        assert b'"tokens"' in b"".join(iter(lambda: waiting.recv(4000), b""))
+    running.close()
 
 
 def test_what_is_there_at_the_start_is_not_searched_for_garbage(
