@@ -12,7 +12,6 @@ import textwrap
 import typing
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -361,9 +360,10 @@ def _read(value: Any, hint: Any) -> Any:
         return [_read(word, item_hint) for word in value]
     if typing.get_origin(hint) is Literal:
         return next((option for option in typing.get_args(hint) if str(option) == value), value)
-    with suppress(ValueError):
+    try:
         return int(value) if hint is int else value
-    return value
+    except ValueError:
+        return value
 
 
 def _flag(name: str) -> str:

@@ -137,20 +137,22 @@ class GivenFiles:
                 began = f"{with_revision(model)[0]}@{before.get('commit')}"
                 is_same = locate(model).commit == before.get("commit")
                 return [] if is_same else [f"another commit; it began with {began}"]
-            mine = self._world.share(sorted(files.keys() & before.keys()))
-            now = at_once(sha256_once, [files[name] for name in mine])
+            now = self._share_of({name: files[name] for name in files.keys() & before.keys()})
         except (TandemError, OSError):
             return ["not there"]
-        differ = {name for name, digest in zip(mine, now, strict=True) if digest != before[name]}
+        differ = {name for name, digest in now.items() if digest != before[name]}
         return sorted(differ | (files.keys() ^ before.keys()))
+
+    def _share_of(self, files: dict[str, Path]) -> Digests:
+        """The digests of this rank's share of some files."""
+        mine = self._world.share(sorted(files))
+        return dict(zip(mine, at_once(sha256_once, [files[name] for name in mine]), strict=True))
 
     def _digests_of(self, model: str) -> Digests:
         files = _model_files(model)
         if not files:
             return {"commit": locate(model).commit}
-        mine = self._world.share(sorted(files))
-        read = dict(zip(mine, at_once(sha256_once, [files[name] for name in mine]), strict=True))
-        shares = self._world.all_gather_object(read)
+        shares = self._world.all_gather_object(self._share_of(files))
         by_node = [
             {k: v for rank in self._world.seeing(keeper) for k, v in shares[rank].items()}
             for keeper in self._world.folders
