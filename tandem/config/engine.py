@@ -11,7 +11,7 @@ from tandem.config.moving_reference import ReferenceConfig
 from tandem.config.optimizer import OptimizerConfig
 from tandem.config.parallel import ParallelConfig, Recompute
 from tandem.config.schema import RunConfig, SamplingConfig, rl_section
-from tandem.config.scoring import WeightedModel, weighted_models
+from tandem.config.scoring import EnsembleName, WeightedModel, weighted_models
 from tandem.config.stages import in_order, rl_stage
 from tandem.errors import ConfigError
 
@@ -27,7 +27,7 @@ class EngineSettings:
     optimizers: of each role that reinforcement learning trains.
     spike_sigma: `guards.spike_sigma`.
     ema_decay: of the actor's moving average; 0 keeps none.
-    further_rewards: `scoring.reward_models`, read.
+    further_rewards: `scoring.reward_models`, read. ensemble: `scoring.ensemble`, likewise.
     chat_template: `dataset.own_template`.
     moving: `reference`, how the reference follows the policy.
     """
@@ -52,6 +52,8 @@ class EngineSettings:
     ema_decay: float
     old_logprobs: Literal["auto", "sampler", "forward"]
     further_rewards: tuple[WeightedModel, ...] = ()
+    ensemble: EnsembleName = "sum"
+    uncertainty_coef: float = 0.1
     recompute: Recompute = "layers"
     chat_template: str = ""
     moving: ReferenceConfig = field(default_factory=ReferenceConfig)
@@ -109,6 +111,8 @@ def engine_settings(config: RunConfig) -> EngineSettings:
         ema_decay=section.ema_decay if section.ema else 0.0,
         old_logprobs=section.old_logprobs,
         further_rewards=weighted_models(config.scoring.reward_models),
+        ensemble=config.scoring.ensemble,
+        uncertainty_coef=config.scoring.uncertainty_coef,
         recompute=config.recompute,
         chat_template=config.dataset.own_template,
         moving=config.reference,

@@ -22,7 +22,7 @@ from tandem.config.schema import (
     RunConfig,
     rl_section,
 )
-from tandem.config.scoring import weighted_models
+from tandem.config.scoring import ensemble_problems, weighted_models
 from tandem.config.stages import Stage, are_apart, in_order, of_family, rl_stage, stage_names, ways
 from tandem.errors import ConfigError
 
@@ -127,6 +127,7 @@ def _reward_problems(config: RunConfig) -> Iterator[str]:
                 f"reward_model_weight is 0: they count beside a reward model; got "
                 f"{further[0].source}"
             )
+        yield from ensemble_problems(config.scoring)
 
 
 def has_reference(config: RunConfig, stage: Stage) -> bool:

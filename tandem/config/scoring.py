@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from os.path import normpath
@@ -13,6 +13,9 @@ from typing import Literal
 
 from tandem.config.knob import at_home, knob
 from tandem.errors import ConfigError
+
+EnsembleName = Literal["sum", "mean", "worst-case", "uncertainty"]
+"""What several reward models' scores of an answer make."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,16 @@ class ScoringConfig:
     first within the answers to one prompt (GDPO, arXiv:2601.05242)."""
     reward_models: tuple[str, ...] = knob((), path=True)
     """Further reward models beside the stage's own, each FOLDER_OR_NAME or FOLDER_OR_NAME:WEIGHT.
-    Their normalized scores, times their weights, are added to the first one's."""
+    scoring.ensemble makes one score of theirs and the first one's. A model of weight 0 is only
+    watched: its scores are logged and do not count."""
+    ensemble: Literal["sum", "mean", "worst-case", "uncertainty"] = knob("sum")
+    """What several reward models' normalized scores of an answer make: their sum by weight, their
+    mean by weight, the lowest of them (worst-case optimization), or their mean less
+    scoring.uncertainty_coef times their variance (uncertainty-weighted optimization). The last two
+    keep a policy from answers that one model overrates (arXiv:2310.02743)."""
+    uncertainty_coef: float = knob(0.1, gt=0)
+    """Of the variance in ensemble uncertainty. Scores have standard deviation 1 on the SFT policy's
+    answers."""
     self_test: bool = knob(True)
     """Before the first step, check on a few rows that each reward function scores the reference
     answer above an empty one and above another row's; stop if it does not."""
@@ -56,7 +68,8 @@ class ScoringConfig:
 class WeightedModel:
     """A reward model beside the stage's own.
 
-    source: folder or hub name. weight: of its normalized scores. label: its name in metrics.
+    source: folder or hub name. weight: of its normalized scores; of 0 they are only watched.
+    label: its name in metrics.
     """
 
     source: str
@@ -90,3 +103,31 @@ def weighted_models(texts: Sequence[str]) -> tuple[WeightedModel, ...]:
             label = f"{plain}_{number}"
         found.append(WeightedModel(source, weight, label))
     return tuple(found)
+
+
+def ensemble_problems(scoring: ScoringConfig) -> Iterator[str]:
+    """Rules for what several reward models' scores make."""
+    how, default = scoring.ensemble, ScoringConfig()
+    counted = [model for model in weighted_models(scoring.reward_models) if model.weight != 0]
+    if how != "sum" and not counted:
+        yield (
+            f"scoring.ensemble must be sum without a reward model beside the first whose weight is "
+            f"not 0; got {how}. Name some in scoring.reward_models, or remove it"
+        )
+    if how != "uncertainty" and scoring.uncertainty_coef != default.uncertainty_coef:
+        yield (
+            "scoring.uncertainty_coef must go with scoring.ensemble uncertainty, which reads it; "
+            f"got {scoring.uncertainty_coef:g} with {how}. Set scoring.ensemble, or remove it"
+        )
+    for model in counted:
+        if how in ("mean", "uncertainty") and model.weight < 0:
+            yield (
+                f"scoring.reward_models must have weights of 0 or more with scoring.ensemble "
+                f"{how}, which takes their mean; got {model.weight:g} of {model.source}. Raise it"
+            )
+        elif how == "worst-case" and model.weight != 1:
+            yield (
+                "scoring.reward_models must have weight 1 (or 0, to be watched) with "
+                f"scoring.ensemble worst-case, which takes the lowest score; got {model.weight:g} "
+                f"of {model.source}. Remove the weight"
+            )

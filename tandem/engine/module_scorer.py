@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tandem.data.chat.own_template import put_template, read_template
 from tandem.data.render import Renderer
 from tandem.engine.placement import Base, Model, Placement
-from tandem.engine.scoring import FurtherScorer, RewardScorer, further_scorers, place_scorer
+from tandem.engine.scoring import Ensemble, RewardScorer, place_ensemble, place_scorer
 from tandem.errors import ConfigError, ModelError
 from tandem.parallel.shard import ShardPlan, shard
 from tandem.parallel.world import World
@@ -70,7 +69,7 @@ def any_scorer(
             renderer,
             placement.world,
             max_tokens=max_tokens,
-            further=further_scorers(placement),
+            ensemble=place_ensemble(placement),
         )
     if source is None or tokenizer is None:
         return None
@@ -87,12 +86,12 @@ class ModuleScorer(RewardScorer):
         world: World,
         *,
         max_tokens: int = 8192,
-        further: Sequence[FurtherScorer] = (),
+        ensemble: Ensemble | None = None,
     ) -> None:
-        """`max_tokens`, `further`: as for `RewardScorer`."""
+        """`max_tokens`, `ensemble`: as for `RewardScorer`."""
         module.requires_grad_(False).eval().to(world.device)
         shard(module, (), ShardPlan(), world)  # only notes the ranks
-        super().__init__(module, renderer, max_tokens=max_tokens, further=further)  # type: ignore[arg-type]
+        super().__init__(module, renderer, max_tokens=max_tokens, ensemble=ensemble)  # type: ignore[arg-type]
         self._module, self._world = module, world
 
     def raw_batch(self, batch: TokenBatch) -> Tensor:

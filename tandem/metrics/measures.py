@@ -168,6 +168,33 @@ def heldout_lost(history: History, metric: str) -> float | None:
     return best - evaluations[0][1]
 
 
+_LOOKED_BACK = 300
+_AT_ONCE = 5
+
+
+def watched_lost(history: History, metric: str) -> float | None:
+    """How far the mean of the newest 5 values is below the best such mean of the last 300 records,
+    in standard errors by their changes from one to the next, while the reward that is learned from
+    has risen since. Needs 10."""
+    pairs = []
+    for position in range(max(0, history.end - _LOOKED_BACK), history.end):
+        values = history.records[position].values
+        pair = values.get(metric, math.nan), values.get("reward_before_penalty", math.nan)
+        if all(map(math.isfinite, pair)):
+            pairs.append(pair)
+    if len(pairs) < 2 * _AT_ONCE:
+        return None
+    means = [
+        [statistics.fmean(part) for part in zip(*pairs[end - _AT_ONCE : end], strict=True)]
+        for end in range(_AT_ONCE, len(pairs) + 1)
+    ]
+    (best, reward_then), (newest, reward_now) = max(means), means[-1]
+    changes = [(after[0] - before[0]) ** 2 for before, after in itertools.pairwise(pairs)]
+    # Of the difference of two means of 5, each value's variance half of a change's.
+    error = math.sqrt(statistics.fmean(changes) / _AT_ONCE)
+    return _ratio(best - newest, error) if reward_now > reward_then else None
+
+
 def _start(history: History, metric: str) -> float | None:
     values = history.first(metric, _START + 1)
     return statistics.fmean(values[:_START]) if len(values) > _START else None

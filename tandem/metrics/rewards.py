@@ -32,6 +32,15 @@ REWARDS = grouped("reward",
         "Mean raw score of the reward model, before normalization, clipping and penalties."),
     Metric("reward_model_score", "normalized reward", _RL, "",
         "Mean normalized score of the reward model, before its weight."),
+    Metric("reward_model_disagreement", "normalized reward", _RL, "lower",
+        "Standard deviation between the reward models' normalized scores of one answer, mean over "
+        "answers; of the models that count.", "stays near where it begins: models that disagree "
+        "do not know the answers that they score", source="arXiv:2310.02743",
+        chart="Disagreement of reward models"),
+    Metric("reward_watched", "normalized reward", _RL, "higher",
+        "Mean normalized score of the reward models of weight 0, which are only watched.",
+        "rises with `reward_before_penalty`; falls where the policy learns what is wrong with "
+        "what rewards it", source="arXiv:2210.10760", chart="Watched reward models"),
     Metric("reward_function_score", "function units", _RL, "",
         "Mean weighted sum of the reward functions' scores, before reward_function_weight, "
         "over the answers that one scored.", chart="Reward function"),

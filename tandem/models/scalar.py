@@ -209,6 +209,11 @@ def normalization(model: PreTrainedModel) -> tuple[float, float]:
     return float(getattr(config, "score_mean", 0.0)), float(getattr(config, "score_std", 1.0))
 
 
+def is_normalized(model: PreTrainedModel) -> bool:
+    """Whether a mean and an sd were set."""
+    return hasattr(model.config, "score_mean") and normalization(model) != (0.0, 1.0)
+
+
 def set_normalization(model: PreTrainedModel, mean: float, std: float) -> None:
     """Keep the scores' mean and sd with the model, in its config.
 

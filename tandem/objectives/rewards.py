@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -106,6 +107,48 @@ def combined_scores(
     total = parts.sum(dim=1)
     total = total.masked_fill(total.abs() <= _ROUNDING * parts.abs().sum(dim=1), 0.0)
     return total.float().masked_fill(~is_scored, torch.nan)
+
+
+def ensemble_scores(
+    scores: Tensor,
+    weights: Sequence[float],
+    how: Literal["mean", "worst-case", "uncertainty"],
+    *,
+    uncertainty_coef: float = 0.0,
+) -> Tensor:
+    """Several reward models' scores of each answer made into one.
+
+        mean         m = sum of w s / sum of w
+        worst-case   the lowest s
+        uncertainty  m - uncertainty_coef * v,    v = sum of w (s - m)^2 / sum of w
+
+    Args:
+        scores: (B, K) normalized, one column per model.
+        weights: w, K numbers of at least 0, not all 0. A model of weight 0 does not count.
+    Returns:
+        (B,) float32.
+    Source: arXiv:2310.02743 section 3.2 (WCO, UWO).
+    """
+    counts = [k for k, weight in enumerate(weights) if weight != 0]
+    counted = scores[:, counts].double()
+    if how == "worst-case":
+        return counted.amin(dim=1).float()
+    shares = counted.new_tensor([weights[k] for k in counts])
+    mean, variance = _weighted_moments(counted, shares / shares.sum())
+    return (mean if how == "mean" else mean - uncertainty_coef * variance).float()
+
+
+def disagreement(scores: Tensor) -> Tensor:
+    """(B,) float32: the standard deviation (over K) of models' scores (B, K) of each answer."""
+    counted = scores.double()
+    shares = counted.new_full((counted.shape[1],), 1 / counted.shape[1])
+    return _weighted_moments(counted, shares)[1].sqrt().float()
+
+
+def _weighted_moments(scores: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each row, by shares that sum to 1."""
+    mean = (scores * shares).sum(dim=1)
+    return mean, ((scores - mean[:, None]).square() * shares).sum(dim=1)
 
 
 def group_normalized(rewards: Tensor, group: Tensor, eps: float = 1e-4) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tandem.config.schema import RLConfig
 from tandem.data.render import Renderer
 from tandem.engine.hybrid import PolicyNumbers, RLHFEngine
-from tandem.engine.scoring import RewardScorer
+from tandem.engine.scoring import Ensemble, RewardScorer
 from tandem.errors import BadStepError, DataError
 from tandem.objectives.advantages import has_signal
 from tandem.objectives.kl import token_kl
@@ -22,6 +22,7 @@ from tandem.objectives.masked import masked_mean, masked_std, masked_sum
 from tandem.objectives.rewards import (
     clipped_scores,
     combined_scores,
+    disagreement,
     overlong_penalty,
     token_rewards,
 )
@@ -168,7 +169,8 @@ class ScoredAnswers:
     """Where each answer's score came from; all (B,) float32 but `further` and the two bool masks.
 
     model, raw: the reward model's score, normalized and as it came (NaN without a model).
-    further: (B, M) the normalized scores of the reward models beside it, called `labels`.
+    further: (B, M) the normalized scores of the reward models beside it, called `labels`; a model
+        of weight 0 in `weights` is only watched.
     function: the reward functions', weighted and added (NaN without one, or where all said None).
     mixed: models and functions weighted and added. shown: mixed less the missing-EOS penalty,
         clipped. scores: what is learned from: `shown`, or the same of rewards that were normalized
@@ -189,6 +191,7 @@ class ScoredAnswers:
     further: Tensor
     function: Tensor
     labels: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
     num_unscored: int = 0
     columns: RewardColumns | None = None
     of_tokens: tuple[tuple[float, ...], ...] = ()
@@ -205,6 +208,7 @@ class ScoredAnswers:
         return ScoredAnswers(
             **{name: torch.cat([getattr(part, name) for part in parts]) for name in _PER_ANSWER},
             labels=parts[0].labels,
+            weights=parts[0].weights,
             num_unscored=sum(part.num_unscored for part in parts),
             columns=RewardColumns.joined(columns) if columns else None,
             of_tokens=tuple(chain.from_iterable(part.of_tokens for part in parts)),
@@ -263,6 +267,18 @@ class ScoredAnswers:
         has_others = self.columns is not None or bool(self.labels)
         if has_others and not bool(self.model.isnan().all()):
             values |= named_metrics("reward_model", self.model)
+        return values | self._ensemble_metrics()
+
+    def _ensemble_metrics(self) -> dict[str, float]:
+        """Of several reward models: how far those that count differ, and what those say that are
+        only watched."""
+        counts = torch.tensor(self.weights, device=self.further.device) != 0
+        values = {}
+        if bool(counts.any()):
+            models = torch.cat([self.model[:, None], self.further[:, counts]], dim=1)
+            values["reward_model_disagreement"] = float(disagreement(models).mean())
+        if not bool(counts.all()):
+            values["reward_watched"] = float(self.further[:, ~counts].mean())
         return values
 
 
@@ -285,12 +301,13 @@ def score_answers(
     """
     nothing = torch.full((len(rollout),), torch.nan, device=world.device)
     raw = model = function = nothing
-    others = scorer.further if scorer is not None and config.reward_model_weight > 0 else ()
-    further = nothing.new_zeros(len(rollout), len(others))
+    ensemble = Ensemble()
+    further = nothing.new_zeros(len(rollout), 0)
     if scorer is not None and config.reward_model_weight > 0:
-        raw = scorer.raw(rollout, renderer)
+        raw, ensemble = scorer.raw(rollout, renderer), scorer.ensemble
         model = scorer.normalized(raw)
-        for k, other in enumerate(others):
+        further = nothing.new_zeros(len(rollout), len(ensemble.others))
+        for k, other in enumerate(ensemble.others):
             own = other.scorer
             further[:, k] = own.normalized(own.raw(rollout, renderer))
     columns = None
@@ -302,8 +319,7 @@ def score_answers(
         of_tokens = tuple(tuple(weight * r for r in row) for row in columns.of_tokens)
     is_scored = ~(model.isnan() & function.isnan())
     num_unscored = int((~is_scored).sum())
-    models = torch.cat([model[:, None], further], dim=1)
-    model_weights = [1.0, *(other.weight for other in others)]
+    models, model_weights = ensemble.columns(torch.cat([model[:, None], further], dim=1))
     mixed = (
         config.reward_model_weight * combined_scores(models, model_weights).nan_to_num()
         + config.reward_function_weight * function.nan_to_num()
@@ -331,7 +347,8 @@ def score_answers(
         model=model,
         further=further,
         function=function,
-        labels=tuple(other.label for other in others),
+        labels=tuple(other.label for other in ensemble.others),
+        weights=tuple(other.weight for other in ensemble.others),
         num_unscored=num_unscored,
         columns=columns,
         of_tokens=of_tokens,

@@ -90,6 +90,8 @@ def prepare(run: Run, rows: StepRows) -> StageJob:
     run.print_line(f"online-dpo: {describe_loss(config.dpo)}")
     if engine.scorer is not None and (note := engine.scorer.note_on_text(engine.renderer)):
         run.print_line(f"online-dpo: {note}")
+    if engine.scorer is not None and (note := engine.scorer.note_on_units()):
+        run.print_line(f"online-dpo: {note}")
     columns = columns_given(config, rows).names
     functions = config.ppo.reward_function or None
     rewards = rewards_of(functions, config.scoring, run.print_line, columns)

@@ -198,6 +198,8 @@ def _trainer(run: Run, rows: StepRows, stage: str, num_steps: int) -> PPOTrainer
         starts_anew = starts_anew and not config.critic_model
         start = "; the critic starts from the policy, with a new head" if starts_anew else ""
         run.print_line(f"{stage}: {note}{start}")
+    if engine.scorer is not None and (note := engine.scorer.note_on_units()):
+        run.print_line(f"{stage}: {note}")
     if rl.reward_function and rl.reward_clip:
         run.print_line(
             f"{stage}: scores beyond +-{rl.reward_clip:g} are clipped, "

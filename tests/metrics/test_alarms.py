@@ -41,13 +41,19 @@ SINGLE = {
     "environment-failing": ("ppo", "environment_failed", [0.04, 0.06], [0.05]),
     "actor-grad-spike": ("ppo", "actor_grad_norm", [1.0] * 15 + [11.0], [1.0] * 15 + [9.0]),
     "critic-grad-spike": ("ppo", "critic_grad_norm", [1.0] * 15 + [11.0], [1.0] * 9 + [90.0]),
+    "reward-models-disagree": (
+        "ppo",
+        "reward_model_disagreement",
+        [0.3] * 4 + [0.61, 0.5] + [0.61] * 3,
+        [0.3] * 4 + [0.59] * 9,
+    ),
     "forgetting": ("ppo", "heldout_ptx_perplexity", [30.0, 31.0, 36.1], [30.0, 35.9]),
     "accuracy-chance": ("dpo", "accuracy", [0.4] * 51, [0.6] * 60),
     "grades-unexplained": ("reward", "heldout_grade_explained", [-0.1] * 11, [-0.1] * 10),
     "heldout-accuracy-chance": ("reward", "heldout_accuracy", [0.5] * 11, [0.5] * 10),
 }
 METRICS_OF_REWARDS = {"clip_fraction", "explained_variance", "critic_grad_norm"}
-OTHERS = {"not-finite", "accuracy-overfit", "length-limit", "reward-overfit"}
+OTHERS = {"not-finite", "accuracy-overfit", "length-limit", "reward-overfit", "over-optimized"}
 
 
 def fired(records, thresholds=None):
@@ -171,6 +177,23 @@ def test_training_reward_up_and_held_out_reward_down_raises_an_alarm():
     assert fired(run(up, fallen)) == [(4, "reward-overfit")]
     assert fired(run(down, fallen)) == []
     assert fired(run(up, up)) == []
+
+
+def test_a_watched_reward_model_that_falls_while_the_other_rises_is_over_optimization():
+    def run(rewarding, watched):
+        values = zip(rewarding, watched, strict=True)
+        return [
+            Record("ppo", step, 0.0, {"reward_before_penalty": reward, "reward_watched": seen})
+            for step, (reward, seen) in enumerate(values, start=1)
+        ]
+
+    rising = [0.1 * step for step in range(20)]
+    # The means of five are best, 0.9, after step 10, and 0.3 below that after step 15.
+    falls = [0.5] * 5 + [0.9] * 5 + [0.6] * 10
+    assert fired(run(rising, falls)) == [(17, "over-optimized")]
+    assert fired(run(rising[::-1], falls)) == [], "both fall: the answers are worse, not hacked"
+    assert fired(run(rising, [0.5] * 5 + [0.9, 0.5] * 7 + [0.9])) == [], "noise"
+    assert fired(run(rising, rising)) == []
 
 
 def test_a_loss_is_compared_with_the_held_out_one_where_easy_batches_come_first():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from tandem.objectives.kl import adapted_kl_coef, token_kl
 from tandem.objectives.rewards import (
     clipped_scores,
     combined_scores,
+    disagreement,
+    ensemble_scores,
     group_normalized,
     last_response_token,
     normalized_scores,
@@ -152,3 +155,26 @@ def test_rewards_are_normalized_in_their_groups() -> None:
     assert found[[1, 3, 5, 6], 1].isnan().all()
     moved = group_normalized(rewards * 1000 + 3, group, eps=0.0)
     torch.testing.assert_close(moved, found, equal_nan=True, atol=1e-4, rtol=1e-4)
+
+
+def test_an_ensembles_scores_are_those_of_a_slow_loop() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(7, 4, generator=generator) * 3
+    weights, coef = [1.0, 0.0, 0.5, 2.0], 0.3
+    counted = [0, 2, 3]
+    means, lowest, careful, spread = [], [], [], []
+    for row in scores.double().tolist():
+        total = sum(weights[k] for k in counted)
+        mean = sum(weights[k] * row[k] for k in counted) / total
+        variance = sum(weights[k] * (row[k] - mean) ** 2 for k in counted) / total
+        means.append(mean)
+        lowest.append(min(row[k] for k in counted))
+        careful.append(mean - coef * variance)
+        spread.append(statistics.pstdev(row))
+    expected = {"mean": means, "worst-case": lowest, "uncertainty": careful}
+    for how, values in expected.items():
+        found = ensemble_scores(scores, weights, how, uncertainty_coef=coef)  # type: ignore[arg-type]
+        assert found.tolist() == pytest.approx(values, abs=1e-6), how
+    assert disagreement(scores).tolist() == pytest.approx(spread, abs=1e-6)
+    alone = ensemble_scores(scores, [0.0, 2.0, 0.0, 0.0], "uncertainty", uncertainty_coef=9.0)
+    assert alone.tolist() == scores[:, 1].tolist(), "one model has no variance"

@@ -422,7 +422,12 @@ def test_several_reward_models_score_beside_each_other(tiny_model: str, tmp_path
     prompts = [engine.renderer.prompt(f"Say {word}.") for word in WORDS[:6]]
     made = trainer.generate_experience(prompts, step=1)
     assert engine.scorer is not None
-    assert [other.weight for other in engine.scorer.further] == [-0.5]
+    assert [other.weight for other in engine.scorer.ensemble.others] == [-0.5]
+    assert engine.scorer.note_on_units() == ""
+    set_normalization(engine.scorer.ensemble.others[0].scorer.model, 0.0, 1.0)
+    assert engine.scorer.note_on_units().startswith(
+        "reward_model.harmless: raw scores, in units of"
+    )
     alone = make_engine(
         config_of(tmp_path, tiny_model), tiny_model, reward_model=tmp_path / "harmless"
     )
@@ -433,6 +438,40 @@ def test_several_reward_models_score_beside_each_other(tiny_model: str, tmp_path
     mean = made.metrics["reward_mean/reward_model"] - 0.5 * expected
     assert made.metrics["reward_before_penalty"] == pytest.approx(mean, abs=1e-5)
     assert trainer.train_rlhf(made, step=1)["updates"] >= 1
+
+
+def test_the_lowest_of_several_models_scores_rewards_and_another_is_watched(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    save_reward_models(tiny_model, tmp_path)
+    other = f"{tmp_path / 'harmless'}"
+
+    def made(config: RunConfig, reward_model: Path) -> Experience:
+        check_config(config)
+        engine = make_engine(config, tiny_model, reward_model=reward_model)
+        prompts = [engine.renderer.prompt(f"Say {word}.") for word in WORDS[:6]]
+        return PPOTrainer(engine, config, num_steps=3).generate_experience(prompts, step=1)
+
+    plain: dict[str, Any] = {"grpo": {"reward_function": []}}
+    first, second = (
+        made(config_of(tmp_path / "alone", tiny_model, **plain), tmp_path / name).scores
+        for name in ("helpful", "harmless")
+    )
+    scoring = {"reward_models": [other], "ensemble": "worst-case"}
+    both = made(
+        config_of(tmp_path / "both", tiny_model, **plain, scoring=scoring), tmp_path / "helpful"
+    )
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(both.scores, torch.minimum(first, second))
+    expected = float((first - second).abs().mean()) / 2
+    assert both.metrics["reward_model_disagreement"] == pytest.approx(expected, abs=1e-5)
+    watching = {"reward_models": [f"{other}:0"]}
+    watched = made(
+        config_of(tmp_path / "watched", tiny_model, **plain, scoring=watching), tmp_path / "helpful"
+    )
+    torch.testing.assert_close(watched.scores, first)
+    assert watched.metrics["reward_watched"] == pytest.approx(float(second.mean()), abs=1e-5)
+    assert "reward_model_disagreement" not in watched.metrics
 
 
 def test_of_rewards_normalized_by_group_the_return_keeps_penalties_and_kl(
@@ -476,6 +515,22 @@ def test_reward_models_are_named_with_weights(given: list[str], found: list[Any]
         (
             {"scoring": {"reward_models": ["a"]}, "grpo": {"reward_model_weight": 0}},
             "scoring.reward_models must be empty where grpo.reward_model_weight is 0",
+        ),
+        (
+            {"scoring": {"reward_models": ["a:0"], "ensemble": "mean"}},
+            "scoring.ensemble must be sum without a reward model beside the first whose weight is",
+        ),
+        (
+            {"scoring": {"reward_models": ["a:0.5"], "ensemble": "worst-case"}},
+            r"weight 1 \(or 0, to be watched\) .* got 0.5 of a\. Remove the weight",
+        ),
+        (
+            {"scoring": {"reward_models": ["a:-1"], "ensemble": "uncertainty"}},
+            "weights of 0 or more with scoring.ensemble uncertainty, .* got -1 of a",
+        ),
+        (
+            {"scoring": {"reward_models": ["a"], "uncertainty_coef": 0.2}},
+            "scoring.uncertainty_coef must go with scoring.ensemble uncertainty",
         ),
     ],
 )

@@ -7,15 +7,15 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 
 from tandem.config.schema import PPOConfig
-from tandem.config.scoring import ScoringConfig
-from tandem.engine.scoring import FurtherScorer
+from tandem.config.scoring import EnsembleName, ScoringConfig
+from tandem.engine.scoring import Ensemble, FurtherScorer
 from tandem.errors import DataError, Stopped
 from tandem.parallel.world import World
 from tandem.rewards.scoring import GivenFunction
@@ -315,8 +315,9 @@ def test_rewards_normalized_in_their_groups_count_alike() -> None:
 class FixedScorer:
     """Stands for a reward model: given raw scores, normalized by mean and spread."""
 
-    def __init__(self, raw: list[float], mean: float, std: float, further: Any = ()) -> None:
-        self.scores, self.mean, self.std, self.further = torch.tensor(raw), mean, std, further
+    def __init__(self, raw: list[float], mean: float, std: float, *others: FurtherScorer) -> None:
+        self.scores, self.mean, self.std = torch.tensor(raw), mean, std
+        self.ensemble = Ensemble(others)
 
     def raw(self, rollout: Rollout, renderer: object) -> torch.Tensor:
         return self.scores
@@ -328,7 +329,7 @@ class FixedScorer:
 def test_several_reward_models_add_their_normalized_scores_by_weight() -> None:
     second = FurtherScorer("helpful", 0.5, FixedScorer([10.0, 30.0], 10.0, 10.0))  # type: ignore[arg-type]
     third = FurtherScorer("harmless", -2.0, FixedScorer([0.0, 0.25], 0.0, 1.0))  # type: ignore[arg-type]
-    scorer: Any = FixedScorer([3.0, 1.0], 1.0, 2.0, (second, third))
+    scorer: Any = FixedScorer([3.0, 1.0], 1.0, 2.0, second, third)
     function = here(lambda p, c, **k: [1.0, None])
     config = PPOConfig(missing_eos_penalty=0.0, reward_model_weight=2.0, reward_function_weight=3.0)
     rollout, rewards = rollout_of("a", "b"), rewards_of([function], ScoringConfig())
@@ -352,6 +353,41 @@ def test_several_reward_models_add_their_normalized_scores_by_weight() -> None:
         [2 * half * s for s in (1 - 0.5 + 2, -2.5)], abs=5e-3
     )
     assert grouped.mixed.tolist() == [2.0, 1.0]
+
+
+def test_several_reward_models_make_one_careful_score() -> None:
+    """Three count, one is watched; by hand. The function stands beside what they make."""
+    raw = {"b": ([0.0, 2.0], 1.0), "c": ([4.0, -1.0], 3.0), "gold": ([-9.0, -7.0], 0.0)}
+    others = [
+        FurtherScorer(name, weight, FixedScorer(scores, 0.0, 1.0))  # type: ignore[arg-type]
+        for name, (scores, weight) in raw.items()
+    ]
+    scorer: Any = FixedScorer([1.0, 5.0], 0.0, 1.0, *others)
+    function = here(lambda p, c, **k: [1.0, None])
+    config = PPOConfig(missing_eos_penalty=0.0, reward_model_weight=2.0, reward_function_weight=3.0)
+    rollout, rewards = rollout_of("a", "b", group=[0, 0]), rewards_of([function], ScoringConfig())
+
+    def found(how: EnsembleName, combine: Literal["sum", "group"] = "sum") -> ScoredAnswers:
+        scorer.ensemble = Ensemble(tuple(others), how, 0.25)
+        return score_answers(rollout, scorer, None, config, rewards, World(), combine=combine)  # type: ignore[arg-type]
+
+    means = [(1 + 0 + 3 * 4) / 5, (5 + 2 - 3 * 1) / 5]
+    variances = [
+        ((1 - 2.6) ** 2 + 2.6**2 + 3 * 1.4**2) / 5,
+        (4.2**2 + 1.2**2 + 3 * 1.8**2) / 5,
+    ]
+    assert found("mean").scores.tolist() == pytest.approx([2 * means[0] + 3, 2 * means[1]])
+    assert found("worst-case").scores.tolist() == [0.0 + 3, 2 * -1.0]
+    careful = [2 * (m - 0.25 * v) for m, v in zip(means, variances, strict=True)]
+    assert found("uncertainty").scores.tolist() == pytest.approx([careful[0] + 3, careful[1]])
+    half = 0.5**0.5  # within the group the ensemble is one reward; the function scored one alone
+    grouped = found("worst-case", "group").scores.tolist()
+    assert grouped == pytest.approx([2 * half, -2 * half], abs=5e-4)
+    metrics = found("sum").metrics(rollout)
+    assert metrics["reward_watched"] == -8.0
+    plain = [torch.tensor(s).std(correction=0) for s in ([1.0, 0.0, 4.0], [5.0, 2.0, -1.0])]
+    assert metrics["reward_model_disagreement"] == pytest.approx(float(sum(plain)) / 2)
+    assert "reward_watched" not in answered(rollout, [function]).metrics(rollout)
 
 
 def test_two_batches_joined_are_one_batch() -> None:

@@ -250,8 +250,9 @@ class _Sampling:
         policy = placement.policy(config.actor_model, trained=False)
         if source:
             scorer = place_scorer(placement, source, self._rows.reward_tokenizer)
-            if line := scorer.note_on_text(self._rows.renderer):
-                self._say(line)
+            for line in (scorer.note_on_text(self._rows.renderer), scorer.note_on_units()):
+                if line:
+                    self._say(line)
         conversations = conversation_source(
             config, self._rows.renderer, columns=columns, world=world, print_line=self._say
         )
