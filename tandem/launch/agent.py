@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from tandem.files import append
 from tandem.launch.cross_node import Peers
-from tandem.launch.failure import FAILURE_FILE, LOG_FILE, read_failure
+from tandem.launch.failure import FAILURE_PIPE, LOG_FILE, Reports
 from tandem.launch.failure_report import Ending, Verdict, judge
 from tandem.launch.rendezvous import ManyNodes, OneNode
 from tandem.parallel.asking import NoAnswerError
@@ -56,7 +56,7 @@ class Rank:
     process: subprocess.Popen[bytes]
     log: Path
     log_start: int
-    failure_file: Path
+    reports: Reports
     code: int | None = None
     seen: float = 0.0
 
@@ -65,7 +65,7 @@ class Rank:
         if self.code is None:
             self.code = self.process.poll()
             self.seen = time.time()
-        return self.code not in (None, 0) or self.failure_file.exists()
+        return self.code not in (None, 0) or self.reports.newest() is not None
 
 
 class Agent(SimpleElasticAgent):
@@ -78,7 +78,6 @@ class Agent(SimpleElasticAgent):
         command: Sequence[str],
         *,
         log_folder: Path,
-        scratch: Path,
         print_line: Callable[[str], None],
         patience_seconds: float,
         environment: Mapping[str, str] | None = None,
@@ -86,7 +85,6 @@ class Agent(SimpleElasticAgent):
         """
         Args:
             command: what follows `python` for a rank: -m MODULE or SCRIPT, and arguments.
-            scratch: an empty folder for the ranks' failure files.
             patience_seconds: how long ranks may take to stop.
             environment: variables beside this process's own.
         """
@@ -101,7 +99,6 @@ class Agent(SimpleElasticAgent):
         self._meeting = meeting
         self._command = list(command)
         self._log_folder = log_folder
-        self._scratch = scratch
         self._print_line = print_line
         self._patience = patience_seconds
         self._environment = dict(environment or {})
@@ -130,7 +127,7 @@ class Agent(SimpleElasticAgent):
     @property
     def last_words(self) -> str:
         """How far a stopped rank says it got; empty if none says so."""
-        failures = [read_failure(rank.failure_file) for rank in self._ranks]
+        failures = [rank.reports.newest() for rank in self._ranks]
         lines = [f.line for f in failures if f is not None and f.kind == "stopped"]
         return next((line for line in lines if line.startswith("stopped by")), "")
 
@@ -152,7 +149,7 @@ class Agent(SimpleElasticAgent):
         number = worker.global_rank
         log = self._log_folder / f"rank-{number}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        failure_file = self._scratch / f"attempt-{attempt}-rank-{number}.json"
+        reports = Reports()
         environment = {
             **os.environ,
             **self._environment,
@@ -168,7 +165,7 @@ class Agent(SimpleElasticAgent):
             "TORCHELASTIC_MAX_RESTARTS": str(group.spec.max_restarts),
             "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # which the launcher keeps
-            FAILURE_FILE: str(failure_file),
+            FAILURE_PIPE: str(reports.write_end),
             LOG_FILE: str(log),
             LAUNCHER: str(os.getpid()),
         }
@@ -185,8 +182,10 @@ class Agent(SimpleElasticAgent):
                 stdout=console,
                 stderr=console,
                 start_new_session=True,  # Ctrl-C in the terminal reaches only the launcher
+                pass_fds=[reports.write_end],
             )
-            return Rank(number, process, log, output.tell(), failure_file)
+            os.close(reports.write_end)
+            return Rank(number, process, log, output.tell(), reports)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._heed_stop()
@@ -255,12 +254,13 @@ class Agent(SimpleElasticAgent):
                 os.killpg(rank.process.pid, signal.SIGKILL)
             rank.process.wait()
             rank.poll()
+            rank.reports.close()
 
     def _judge(self, group: Any) -> Verdict:
         """Wait for other failures, then decide, together with the other nodes."""
         begun = time.monotonic()
         while not all(rank.poll() or rank.code is not None for rank in self._ranks):
-            failures = [read_failure(rank.failure_file) for rank in self._ranks]
+            failures = [rank.reports.newest() for rank in self._ranks]
             is_error = any(failure and failure.kind == "error" for failure in failures)
             if time.monotonic() > begun + (_SHARED_SECONDS if is_error else _SETTLE_SECONDS):
                 break
@@ -272,7 +272,7 @@ class Agent(SimpleElasticAgent):
                 log=rank.log,
                 log_start=rank.log_start,
                 code=rank.code,
-                failure=read_failure(rank.failure_file),
+                failure=rank.reports.newest(),
                 seen=rank.seen,
             )
             for rank in self._ranks

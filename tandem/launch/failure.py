@@ -1,4 +1,4 @@
-"""How a rank reports a failure to its launcher: one small file, written before it exits.
+"""How a rank reports a failure to its launcher: through a pipe, which no full disk closes.
 
 Without a launcher the same call prints the line.
 """
@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Literal
 
@@ -22,8 +21,8 @@ from tandem.process import is_launched
 from tandem.stopping import handling
 from tandem.text import visible
 
-FAILURE_FILE = "TANDEM_FAILURE_FILE"
-"""Names the file for a launched rank's failure."""
+FAILURE_PIPE = "TANDEM_FAILURE_PIPE"
+"""Names the descriptor that takes a launched rank's failure."""
 LOG_FILE = "TANDEM_LOG_FILE"
 """Names the rank's log, where tracebacks go."""
 Kind = Literal["error", "crash", "lost", "stopped"]
@@ -97,22 +96,42 @@ def leaving_at_signals() -> Iterator[None]:
 
 
 def leave_failure(kind: Kind, line: str, code: int, error: BaseException | None = None) -> None:
-    """Write this rank's failure for the launcher, and its traceback to the rank's log."""
+    """Tell the launcher this rank's failure, and write its traceback to the rank's log."""
     if error is not None and LOG_FILE in os.environ:
         # The log is in the run's folder: on a full disk the line must still be shown.
         with suppress(OSError), open(os.environ[LOG_FILE], "a", encoding="utf-8") as log:
             log.write("".join(traceback.format_exception(error)))
-    path = Path(os.environ[FAILURE_FILE])
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(asdict(Failure(kind, line, code, time.time()))), encoding="utf-8")
-    aside.replace(path)
+    said = json.dumps(asdict(Failure(kind, line, code, time.time()))) + "\n"
+    with suppress(BrokenPipeError):  # the launcher is gone, and this process ends with it
+        os.write(int(os.environ[FAILURE_PIPE]), said.encode())
 
 
-def read_failure(path: Path) -> Failure | None:
-    """A rank's failure, None if it wrote none."""
-    if not path.exists():
-        return None
-    return Failure(**json.loads(path.read_text(encoding="utf-8")))
+class Reports:
+    """The pipe of one rank's failure, as its launcher holds it.
+
+    Attributes:
+        write_end: for the rank's process; the launcher closes its own once that has started.
+    """
+
+    def __init__(self) -> None:
+        self._read_end, self.write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        self._said = b""
+
+    def newest(self) -> Failure | None:
+        """The rank's failure so far, None if it reported none."""
+        with suppress(BlockingIOError):
+            while self._read_end >= 0 and (part := os.read(self._read_end, 2**16)):
+                self._said += part
+        *whole, _ = self._said.split(b"\n")  # a rank may be killed while it reports
+        return Failure(**json.loads(whole[-1])) if whole else None
+
+    def close(self) -> None:
+        """Read what is there; nothing comes after it."""
+        self.newest()
+        if self._read_end >= 0:
+            os.close(self._read_end)
+        self._read_end = -1
 
 
 def kind_of(error: BaseException | None) -> Kind:

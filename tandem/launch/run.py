@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypeAlias
 
 from tandem.errors import ConfigError
@@ -75,28 +74,26 @@ def launch(
     from tandem.launch.agent import Agent
 
     meeting, local_addr = _meeting(options, join_seconds, print_line)
-    with TemporaryDirectory(prefix="tandem-launch-", ignore_cleanup_errors=True) as scratch:
-        spec = WorkerSpec(
-            role="rank",
-            local_world_size=num_ranks,
-            rdzv_handler=meeting,
-            entrypoint=sys.executable,
-            max_restarts=options.max_restarts,
-            monitor_interval=0.1,
-            local_addr=local_addr,
-        )
-        agent = Agent(
-            spec,
-            meeting,
-            command,
-            log_folder=Path(log_folder),
-            scratch=Path(scratch),
-            print_line=print_line,
-            patience_seconds=patience_seconds,
-            environment={"OMP_NUM_THREADS": threads, **_interfaces(local_addr)},
-        )
-        with handling(agent.stop):
-            code = _run(agent, meeting, options, print_line)
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=num_ranks,
+        rdzv_handler=meeting,
+        entrypoint=sys.executable,
+        max_restarts=options.max_restarts,
+        monitor_interval=0.1,
+        local_addr=local_addr,
+    )
+    agent = Agent(
+        spec,
+        meeting,
+        command,
+        log_folder=Path(log_folder),
+        print_line=print_line,
+        patience_seconds=patience_seconds,
+        environment={"OMP_NUM_THREADS": threads, **_interfaces(local_addr)},
+    )
+    with handling(agent.stop):
+        code = _run(agent, meeting, options, print_line)
     if code == 0 and agent.node > 0:
         _say_finished(agent.name, left(), print_line)
     return code

@@ -15,13 +15,17 @@ from tandem.launch.run import launch
 
 # Ranks without torch start in a moment. `how` is what rank 1 does.
 PLAIN = """
-import os, signal, sys, time
+import os, resource, signal, sys, time
 from tandem.errors import DataError
 from tandem.launch.failure import complain
 how, rank = sys.argv[1], int(os.environ["RANK"])
 print(f"hello from {rank}", flush=True)
 if how == "shared":
     sys.exit(complain("data must hold rows", 2, DataError("data must hold rows")))
+if how == "full":  # no file takes a byte more
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    error = OSError(28, "No space left on device", "rows.json")
+    sys.exit(complain(f"rows.json: {error.strerror}", 2, error))
 if how == "answers":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 if how == "saves":

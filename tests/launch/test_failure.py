@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tandem.errors import DataError, RankError
 from tandem.launch.failure import (
+    Reports,
     complain,
     kind_of,
     leave_failure,
     place_of,
-    read_failure,
 )
 from tandem.process import is_launched
 
 
-def test_a_launched_rank_leaves_a_file_and_its_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def reports() -> Iterator[Reports]:
+    """A launcher's pipe, with the rank's end open."""
+    made = Reports()
+    yield made
+    os.close(made.write_end)
+    made.close()
+
+
+def test_a_launched_rank_tells_its_failure_and_leaves_its_traceback(
+    reports: Reports,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    file, log = tmp_path / "failure.json", tmp_path / "log"
-    monkeypatch.setenv("TANDEM_FAILURE_FILE", str(file))
+    log = tmp_path / "log"
+    monkeypatch.setenv("TANDEM_FAILURE_PIPE", str(reports.write_end))
     monkeypatch.setenv("TANDEM_LOG_FILE", str(log))
     monkeypatch.setenv("TANDEM_LAUNCHER", str(os.getppid()))
-    assert read_failure(file) is None
+    assert reports.newest() is None
     assert complain("x must hold", 2, DataError("x must hold")) == 2
-    failure = read_failure(file)
+    os.write(reports.write_end, b'{"kind": "crash", "line')  # it is killed within another report
+    reports.close()
+    failure = reports.newest()
     assert failure is not None
     assert (failure.kind, failure.line, failure.code) == ("error", "x must hold", 2)
     assert "DataError: x must hold" in log.read_text()
@@ -63,13 +78,13 @@ def test_kinds_of_failure(error: BaseException, kind: str) -> None:
 
 
 def test_a_full_disk_under_the_log_hides_no_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reports: Reports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "log").symlink_to("/dev/full")
-    monkeypatch.setenv("TANDEM_FAILURE_FILE", str(tmp_path / "failure.json"))
+    monkeypatch.setenv("TANDEM_FAILURE_PIPE", str(reports.write_end))
     monkeypatch.setenv("TANDEM_LOG_FILE", str(tmp_path / "log"))
     leave_failure("error", "disk full", 2, OSError("x" * 100_000))
-    failure = read_failure(tmp_path / "failure.json")
+    failure = reports.newest()
     assert failure is not None
     assert failure.line == "disk full"
 
