@@ -163,11 +163,24 @@ def at_once(read: Callable[[T], R], files: Sequence[T]) -> list[R]:
 
 
 def cache_folder() -> Path:
-    """Where what was built or measured on this machine is kept."""
+    """Where what was built or measured on this machine is kept.
+
+    Raises:
+        OSError: nothing says where: the user has no home folder, as in some containers.
+    """
     chosen = os.environ.get("TANDEM_CACHE")
     if chosen:
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
+    except RuntimeError:
+        raise OSError("this user has no home folder for a cache; set TANDEM_CACHE") from None
+
+
+def way_out(error: OSError) -> str:
+    """What to do where a disk refuses a file."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return "Free some space" if is_full else "Make it writable"
 
 
 def existing(path: Path) -> Path:

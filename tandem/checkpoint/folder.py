@@ -21,7 +21,7 @@ from typing import Any
 
 from tandem.checkpoint.sending import pass_on
 from tandem.errors import CheckpointError, TandemError
-from tandem.files import at_once, existing, sha256, sha256_once, sync, write_new
+from tandem.files import at_once, existing, sha256, sha256_once, sync, way_out, write_new
 from tandem.parallel.world import World
 
 MANIFEST = "MANIFEST.json"
@@ -218,7 +218,7 @@ def unwritable(folder: Path, error: OSError, world: World) -> CheckpointError:
     free = shutil.disk_usage(existing(folder)).free
     return CheckpointError(
         f"{_where(folder, world)} must be writable; got: {error.strerror or error} "
-        f"({free:,} bytes free). Free some space or choose another --output-dir; what was "
+        f"({free:,} bytes free). {way_out(error)} or choose another --output-dir; what was "
         "saved before is intact."
     )
 

@@ -58,7 +58,7 @@ def doctor_command(args: Sequence[str]) -> int:
 
 def examine(*, speed: bool) -> dict[str, Any]:
     """Everything that the command shows, as JSON has it."""
-    cache = cache_folder()
+    cache, cache_bytes = _cache()
     rates = [product_rate(*shape, dtype) for dtype in _DTYPES for shape in _SHAPES] if speed else []
     return {
         "processor": processor.name(),
@@ -75,7 +75,7 @@ def examine(*, speed: bool) -> dict[str, Any]:
                 for name in ("fp32", "bf16")
             },
             "compiler": native.compiler(),
-            "cache_folder": str(cache),
+            "cache_folder": cache,
         },
         "products": [dataclasses.asdict(rate) for rate in rates],
         "memory_bytes_per_second": memory_rate() if speed else None,
@@ -84,9 +84,19 @@ def examine(*, speed: bool) -> dict[str, Any]:
         "versions": {name: _version(name) for name in (*_NEEDED, *_OPTIONAL, "tandem-rlhf")},
         "free_memory_bytes": free_bytes(torch.device("cpu")),
         "free_disk_bytes": shutil.disk_usage(Path.cwd()).free,
-        "free_cache_disk_bytes": shutil.disk_usage(existing(cache)).free,
+        "free_cache_disk_bytes": cache_bytes,
         "missing": _missing(),
     }
+
+
+def _cache() -> tuple[str, int]:
+    """The folder for what is built and measured, and the bytes free there; else why there is
+    none."""
+    try:
+        folder = cache_folder()
+        return str(folder), shutil.disk_usage(existing(folder)).free
+    except OSError as error:
+        return f"none: {error}", 0
 
 
 def _missing() -> list[str]:

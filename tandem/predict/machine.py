@@ -74,8 +74,8 @@ def known_machine(device: str = "auto") -> Hardware | None:
     """
     if named := os.environ.get(MACHINE_FILE):
         return read_hardware(Path(named))
-    path = _kept_at(device)
     try:
+        path = _kept_at(device)
         values = json.loads(path.read_text("utf-8"))
         kept = hardware_of(values, str(path))
         return replace(kept, memory=memory_bytes()) if kept.on_cpu else kept
@@ -292,8 +292,8 @@ def _gpus() -> str:
 
 
 def _keep(found: Hardware, device: str) -> None:
-    path = _kept_at(device)
     try:
+        path = _kept_at(device)
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, json.dumps(as_values(found), indent=1).encode())
     except OSError:  # measured again the next time

@@ -234,7 +234,7 @@ def _cached(name: str) -> Path | None:
     name, revision = with_revision(name)
     if name.count("/") > 1 or not name or name.startswith((".", "/", "~")):
         return None
-    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+    home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
     root = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
     if revision:
         from huggingface_hub import try_to_load_from_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -276,15 +277,23 @@ def test_what_grows_beside_is_on_the_disk_first(
     assert synced.index(log.name) < synced.index(MANIFEST)
 
 
-def test_a_failure_while_writing_leaves_what_was_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [(errno.ENOSPC, "Free some space"), (errno.EDQUOT, "Free some space"),
+     (errno.EACCES, "Make it writable"), (errno.EROFS, "Make it writable")],
+)  # fmt: skip
+def test_a_failure_while_writing_leaves_what_was_there(
+    tmp_path: Path, code: int, advice: str
+) -> None:
     folder = tmp_path / "model"
     write_folder(folder, lambda f: (f / "a").write_text("old") and None, {"n": 1})
 
     def fail(aside: Path) -> None:
         (aside / "a").write_text("new")
-        raise OSError(28, "No space left on device")
+        raise OSError(code, os.strerror(code))
 
-    with pytest.raises(CheckpointError, match=r"No space left on device \([\d,]+ bytes free\)"):
+    says = rf"got: {os.strerror(code)} \([\d,]+ bytes free\). {advice} or choose another --output"
+    with pytest.raises(CheckpointError, match=says):
         write_folder(folder, fail, {"n": 2})
     assert read_facts(folder) == {"n": 1}
     assert (folder / "a").read_text() == "old"

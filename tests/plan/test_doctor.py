@@ -18,6 +18,7 @@ from tandem.ops import native
 from tandem.ops.rates import ProductRate
 from tandem.plan import doctor
 from tandem.plan.doctor import bf16_advice, doctor_command, examine
+from tandem.predict.machine import known_machine
 
 RATE = ProductRate(768, 128, 352, "fp32", 90.0, 80.0, 70.0, 60.0, "6x64, 1024")
 
@@ -69,6 +70,15 @@ def test_without_a_compiler_it_says_how_to_get_one(
     facts = examine(speed=False)
     assert "C++ compiler: apt install g++, or set CXX." in facts["missing"]
     assert facts["free_cache_disk_bytes"] > 0
+
+
+def test_a_user_without_a_home_folder_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TANDEM_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    facts = examine(speed=False)
+    assert facts["native"]["cache_folder"].endswith("no home folder for a cache; set TANDEM_CACHE")
+    assert known_machine() is None, "a plan measures this machine and keeps nothing"
 
 
 def test_a_needed_package_that_is_missing_is_exit_code_1(

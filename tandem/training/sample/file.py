@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tandem.errors import CheckpointError
-from tandem.files import lock, named, remove_left, sync, write_all
+from tandem.files import lock, named, remove_left, sync, way_out, write_all
 from tandem.files import replace as replace_file
 from tandem.text import visible
 from tandem.training.differences import difference
@@ -155,7 +155,7 @@ class SampleFile:
     def _unwritable(self, error: OSError) -> CheckpointError:
         return CheckpointError(
             f"{self._shown} must be a file that can be written; got: {error.strerror or error}. "
-            "Free some space or give another --output; what is written is kept."
+            f"{way_out(error)} or give another --output; what is written is kept."
         )
 
     def _save(self) -> None:
