@@ -124,13 +124,13 @@ class MicroBatchBudget:
             scalar=role == "critic",
             trust_remote_code=settings.trust_remote_code,
         )
-        parallel = replace(settings.parallel, ranks_per_node=self._world.ranks_per_node)
         layout = layout_of(
-            replace(settings, parallel=parallel),
+            settings,
             self._world.size,
             role,
             on_cpu=device.type == "cpu",
             half=resolve_dtype(settings.dtype, device).itemsize == 2,
+            per_node=self._world.ranks_per_node,
         )
         layout = replace(layout, stage=shards_of(model).plan.stage)
         now = supervised_memory(shape, layout, tokens=self.tokens, answered=self.tokens)

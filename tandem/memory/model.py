@@ -133,6 +133,7 @@ def layout_of(
     *,
     on_cpu: bool,
     half: bool,
+    per_node: int | None = None,
     average: bool = False,
     reference_rate: float = 0.0,
 ) -> Layout:
@@ -140,11 +141,12 @@ def layout_of(
 
     Args:
         role: with its own ZeRO stage, adapters and checkpointing. on_cpu: the host computes.
-        half: in two bytes. average: it has a moving average. reference_rate: as of `Layout`.
+        half: in two bytes. per_node: ranks that share a node (None: all), unless the
+            configuration says it. average: it has a moving average. reference_rate: as of `Layout`.
     """
     parallel, lora = settings.parallel, settings.lora.of(role)
     tokens = lora.train_tokens if lora.rank else ()
-    node = _ranks_per_node(parallel, ranks)
+    node = parallel.ranks_per_node or min(ranks, per_node or ranks)
     return Layout(
         ranks=ranks,
         replicas=parallel.replicas,
@@ -165,24 +167,17 @@ def layout_of(
         offload_share=parallel.offload_share,
         lora_drops=lora.dropout > 0,
         token_rows=sum(_CONTROL_TOKENS if name == CONTROL else 1 for name in tokens),
-        feedback=_feedback(parallel, ranks),
+        feedback=_feedback(parallel, ranks, node),
         second_copy=node if parallel.zero_hpz and 1 < node < ranks else 0,
     )
 
 
-def _feedback(parallel: ParallelConfig, ranks: int) -> int:
+def _feedback(parallel: ParallelConfig, ranks: int, node: int) -> int:
     """`Layout.feedback`: only the hop that sends int4 keeps its errors, between nodes those of what
     a node has summed, within a single one (`zero_forced`) those of every weight."""
     if not parallel.zero_quantized_gradients or parallel.zero_gradient_bits != 4:
         return 0
-    node = _ranks_per_node(parallel, ranks)
     return node if node < ranks else int(parallel.zero_forced and ranks > 1)
-
-
-def _ranks_per_node(parallel: ParallelConfig, ranks: int) -> int:
-    """One node has all where the configuration does not say it; a run knows better
-    (`parallel.world.World`)."""
-    return parallel.ranks_per_node or ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,12 +30,14 @@ PACKED_FAMILIES = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """What of a machine decides memory. on_cpu: the host computes. half: in two bytes. packs: there
-    are packed weights to decode from. memory: its bytes."""
+    are packed weights to decode from. memory: its bytes. per_node: ranks that share a node (None:
+    all), where the configuration does not say it."""
 
     on_cpu: bool
     half: bool
     packs: bool = False
     memory: float = 0.0
+    per_node: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +121,11 @@ class StageCase:
         return self._layout("critic")
 
     def _layout(self, role: TrainedRole, **more: Any) -> Layout:
-        on_cpu, half = self.device.on_cpu, self.device.half
-        settings = engine_settings(self.config)
-        return layout_of(settings, self.ranks, role, on_cpu=on_cpu, half=half, **more)
+        device, settings = self.device, engine_settings(self.config)
+        return layout_of(
+            settings, self.ranks, role,
+            on_cpu=device.on_cpu, half=device.half, per_node=device.per_node, **more,
+        )  # fmt: skip
 
     @property
     def trained(self) -> list[tuple[Shape, Layout]]:

@@ -134,8 +134,9 @@ def predict_stage(
     dtype = compute_dtype(config, hardware)
     work = work_of(config, stage, ranks, rows, models.positions)
     device = Device(
-        on_cpu=hardware.on_cpu, half=dtype != "fp32", packs=hardware.packs, memory=hardware.memory
-    )
+        on_cpu=hardware.on_cpu, half=dtype != "fp32", packs=hardware.packs, memory=hardware.memory,
+        per_node=hardware.per_node,
+    )  # fmt: skip
     case = StageCase(config, stage, models, work, device, ranks)
     memory = stage_memory(case)
     pace = Pace(machine=hardware, dtype=dtype, threads=hardware.cores)

@@ -66,10 +66,10 @@ class Forecast:
         name = known.name if known else processor.name()
         slack = constants("cpu", name)  # which the prediction adds
         without = self._process - slack.imports - slack.row * self._rows.count
-        hardware = known or _unmeasured(run, without)
-        parallel = replace(run.config.parallel, ranks_per_node=run.world.ranks_per_node)
-        config = replace(run.config, parallel=parallel)
-        return predict_stage(config, stage_of(stage), models, known_rows, hardware, run.world.size)
+        hardware = replace(known or _unmeasured(run, without), per_node=run.world.ranks_per_node)
+        return predict_stage(
+            run.config, stage_of(stage), models, known_rows, hardware, run.world.size
+        )
 
     @contextmanager
     def loading(self) -> Iterator[None]:

@@ -419,8 +419,7 @@ def test_the_forecast_counts_error_feedback(ranks: int, per_node: int) -> None:
 
 def second_copy_bytes(world: World) -> tuple[int, float]:
     """What torch keeps of the blocks between forward and backward, beside the forecast's count."""
-    parallel = replace(HPZ, ranks_per_node=world.ranks_per_node)
-    config = RunConfig(parallel=parallel, dtype="fp32")
+    config = RunConfig(parallel=HPZ, dtype="fp32")  # the nodes are the world's, not a knob's
     run = training(world, config, num_hidden_layers=3)
     loss = response_logprobs(run.model, ragged_batch(LENGTHS, seed=0))[0].sum()
     kept = 0
@@ -432,7 +431,8 @@ def second_copy_bytes(world: World) -> tuple[int, float]:
         kept += sum(piece.nbytes for piece in pieces if piece is not None)
     loss.backward()
     shape, settings = shape_of(run.model.config), engine_settings(config)
-    layout = layout_of(settings, world.size, "actor", on_cpu=True, half=False)
+    node = world.ranks_per_node
+    layout = layout_of(settings, world.size, "actor", on_cpu=True, half=False, per_node=node)
     return kept, role_memory(shape, layout).working.get("second copy in the node", 0.0)
 
 

@@ -120,6 +120,15 @@ def test_given_answers_that_a_teacher_explains_take_its_forward() -> None:
     assert flops[1] - flops[0] == pytest.approx(expected, rel=0.05)  # the rest is attention
 
 
+def test_nodes_are_the_hardwares_unless_the_knobs_say_otherwise() -> None:
+    def copied(ranks: int, **knobs: int) -> float:
+        found = predicted("sft", ranks=ranks, **ZERO[3], parallel__zero_hpz=True, **knobs)
+        return part(found, "train", "second copy in the node")
+
+    assert copied(8) == copied(16, parallel__ranks_per_node=16) == 0
+    assert copied(16) == copied(16, parallel__ranks_per_node=8) > 0
+
+
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_what_saves_memory_never_raises_the_part_that_it_acts_on(stage: str, on_cpu: bool) -> None:
