@@ -164,7 +164,8 @@ def available_bytes() -> int:
     """Bytes that the system can still give to processes, its container's limit respected. What the
     container holds of files that it has read, such as models, it gives back when it must; but not
     what this process still uses of them (`_mapped_bytes`)."""
-    limits, mapped = [_machine_bytes()], _mapped_bytes()
+    mapped = _mapped_bytes()
+    limits = [_machine_bytes(mapped)]
     for limit, used, read in (
         ("memory.max", "memory.current", ("memory.stat", "inactive_file")),
         (
@@ -189,11 +190,12 @@ def kept_bytes(device: torch.device) -> int:
     return int(torch.ops.tandem.kept_memory())
 
 
-def _machine_bytes() -> int:
-    """What the system says is available; where it does not say, half of what is built in."""
+def _machine_bytes(mapped: int) -> int:
+    """What the system says is available, without the `mapped` bytes of this process; where it does
+    not say, half of what is built in."""
     available = _number_of("MemAvailable:", _PROC / "meminfo") * 1024
     if available:
-        return max(0, available - _mapped_bytes())
+        return max(0, available - mapped)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 

@@ -63,7 +63,7 @@ cpu = torch.device("cpu")
 kept = kept_bytes(cpu)
 print("kept", kept >> 20)
 blocks._number_in = lambda path: None  # no container's limit
-blocks._machine_bytes = lambda: 6 * kept
+blocks._machine_bytes = lambda mapped: 6 * kept
 assert free_bytes(cpu) == 7 * kept
 give_back_if_scarce(ranks=3)
 assert kept_bytes(cpu) == kept
@@ -110,7 +110,7 @@ def resident():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 MEBIBYTES, start, limit = 2**18, resident(), 400
 blocks._number_in = lambda path: None
-blocks._machine_bytes = lambda: max(0, limit - resident() + start) << 20
+blocks._machine_bytes = lambda mapped: max(0, limit - resident() + start) << 20
 freed, staying = [], []
 for _ in range(15):
     freed.append(torch.ones(12 * MEBIBYTES))

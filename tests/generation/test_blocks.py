@@ -187,7 +187,7 @@ def test_a_container_gives_back_what_it_holds_of_files(
     limit: str, used: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_CGROUP", tmp_path)
-    monkeypatch.setattr(module, "_machine_bytes", lambda: 900)
+    monkeypatch.setattr(module, "_machine_bytes", lambda mapped: 900)
     monkeypatch.setattr(module, "_mapped_bytes", lambda: 0)
     assert available_bytes() == 900
     (tmp_path / limit).parent.mkdir(exist_ok=True)
