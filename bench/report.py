@@ -180,7 +180,7 @@ def facts() -> dict[str, Any]:
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain")),
         "machine": {
-            "cpu": processor.name(),
+            "cpu": processor.kind(),
             "cores": os.cpu_count(),
             "cores_allowed": len(os.sched_getaffinity(0)) if sys.platform == "linux" else None,
             "gpu": torch.cuda.get_device_name() if cuda else None,

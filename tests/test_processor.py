@@ -62,6 +62,44 @@ def test_an_x86_processor_has_a_name_and_flags(told: Told) -> None:
     assert len(processor.description().splitlines()) == 2, "not a line for every core"
 
 
+X86_64 = """\
+processor	: 0
+vendor_id	: {vendor}
+cpu family	: {family}
+model		: {model}
+model name	: AMD EPYC
+stepping	: 1
+flags		: fpu {flags}
+"""
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "model", "flags", "kind"),
+    [
+        ("AuthenticAMD", 25, 1, "avx2", "AMD EPYC: Zen 3 with AVX2"),
+        ("AuthenticAMD", 25, 80, "avx2", "AMD EPYC: Zen 3 with AVX2"),
+        ("AuthenticAMD", 25, 17, "avx2 avx512f", "AMD EPYC: Zen 4 with AVX-512"),
+        ("AuthenticAMD", 25, 17, "avx2", "AMD EPYC: Zen 4 with AVX2"),
+        ("AuthenticAMD", 25, 160, "avx2 avx512f", "AMD EPYC: Zen 4 with AVX-512"),
+        ("AuthenticAMD", 26, 2, "avx2 avx512f", "AMD EPYC: Zen 5 with AVX-512"),
+        ("AuthenticAMD", 27, 2, "avx2 avx512f", "AMD EPYC: family 27, model 2 with AVX-512"),
+        ("GenuineIntel", 6, 143, "avx512f amx_bf16", "AMD EPYC: Sapphire Rapids with AMX"),
+        ("GenuineIntel", 6, 1, "sse2", "AMD EPYC: family 6, model 1"),
+    ],
+)
+def test_generations_of_one_name_are_told_apart(
+    told: Told, vendor: str, family: int, model: int, flags: str, kind: str
+) -> None:
+    told(X86_64.format(vendor=vendor, family=family, model=model, flags=flags))
+    assert processor.name() == "AMD EPYC"
+    assert processor.kind() == kind
+
+
+def test_a_processor_without_numbers_has_its_name_for_a_kind(told: Told) -> None:
+    told(X86)
+    assert processor.kind() == processor.name()
+
+
 def test_an_arm_processor_has_numbers_for_a_name(
     told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,13 +44,13 @@ def _prediction(folder: Path, whole: Outcome, hardware: Hardware) -> StagePredic
 
 def _with(outcome: Outcome, found: StagePrediction) -> Outcome:
     fitted_on = constants(found.hardware.kind, found.hardware.name).fitted_on
+    outcome = replace(outcome, hardware=found.hardware.name, constants=fitted_on)
     if outcome.phase == WHOLE:
         return replace(
             outcome,
             predicted_bytes=found.peak,
             live_bytes=found.phases[found.peak_phase].peak,
             predicted_seconds=found.step_seconds,
-            constants=fitted_on,
         )
     phase = found.phases.get(outcome.phase)
     if phase is None:
@@ -62,5 +62,4 @@ def _with(outcome: Outcome, found: StagePrediction) -> Outcome:
         predicted_seconds=phase.seconds,
         parts=phase.live,
         terms=phase.terms or {},
-        constants=fitted_on,
     )

@@ -61,7 +61,7 @@ def examine(*, speed: bool) -> dict[str, Any]:
     cache, cache_bytes = _cache()
     rates = [product_rate(*shape, dtype) for dtype in _DTYPES for shape in _SHAPES] if speed else []
     return {
-        "processor": processor.name(),
+        "processor": processor.kind(),
         "cores": processor.num_cores(),
         "threads": torch.get_num_threads(),
         "instruction_sets": native.instruction_sets(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import statistics
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError
-from tandem.predict.constants import MEBIBYTE, SHIPPED, section_for
+from tandem.predict.constants import MEBIBYTE, SHIPPED, own_section, section_for
 from tandem.predict.record import (
     EVALUATE,
     OF_A_STEP,
@@ -138,39 +139,41 @@ def summary(found: Sequence[Outcome]) -> list[str]:
 
 
 def refit(folders: Sequence[Path]) -> dict[str, Any]:
-    """The package's constants with those of the CPU fitted to runs: least squares of the relative
-    errors, no coefficient below 0.
+    """The package's constants, and beside them those of the CPUs that runs were made on, each kind
+    of processor fitted to its runs: least squares of the relative errors, no coefficient below 0.
 
     Raises:
         ConfigError: no run has predictions on a CPU.
     """
     found = [o for o in outcomes_of(folders) if o.hardware.startswith("this machine")]
     known: dict[str, Any] = shipped_table(SHIPPED)
-    machines = {o.hardware for o in found}
-    of_cpu = known[section_for(known, "cpu", min(machines, default=""))]
-    fitted = 0
-    for phase in _FITTED:
-        timed = [o for o in found if o.cpu_seconds or o.measured_seconds]
-        rows = [o for o in timed if o.phase == phase and o.terms]
-        if rows:
-            of_cpu[phase] |= _coefficients(rows, of_cpu[phase])
-            fitted += len(rows)
+    fitted: dict[str, Any] = {}
+    for machine in sorted({o.hardware for o in found}):
+        section = copy.deepcopy(known[section_for(known, "cpu", machine)])
+        if _fit(section, [o for o in found if o.hardware == machine]):
+            processor = re.sub(r"^this machine \((.*)\)$", r"\1", machine)
+            section["fitted_on"] += f" on {processor}"
+            fitted[own_section(known, machine)] = section
     if not fitted:
         raise ConfigError("--refit must get runs timed on a CPU whose speed was known; got none.")
+    return known | fitted
+
+
+def _fit(section: dict[str, Any], found: Sequence[Outcome]) -> bool:
+    """Fit a section to one machine's runs; False where none of them was timed."""
+    timed = [o for o in found if (o.cpu_seconds or o.measured_seconds) and o.terms]
+    for phase in _FITTED:
+        if rows := [o for o in timed if o.phase == phase]:
+            section[phase] |= _coefficients(rows, section[phase])
     wholes = [o for o in found if o.phase == WHOLE]
-    single = [_missing(o) for o in wholes if o.ranks == 1]
-    if single:
-        old = of_cpu["slack_mib"]["step"]
-        of_cpu["slack_mib"]["step"] = round(max(0.0, old + _upper(single)), 1)
-        several = [_missing(o) for o in wholes if o.ranks > 1]
-        if several:
+    section["fitted_on"] = f"{len(wholes)} runs"
+    slack = section["slack_mib"]
+    if single := [_missing(o) for o in wholes if o.ranks == 1]:
+        slack["step"] = round(max(0.0, slack["step"] + _upper(single)), 1)
+        if several := [_missing(o) for o in wholes if o.ranks > 1]:
             beside = _upper(several) - _upper(single)
-            of_cpu["slack_mib"]["per_rank"] = round(
-                max(0.0, of_cpu["slack_mib"]["per_rank"] + beside), 1
-            )
-    names = {re.sub(r"^this machine \((.*)\)$", r"\1", name) for name in machines}
-    of_cpu["fitted_on"] = f"{len(wholes)} runs on {', '.join(sorted(names))}"
-    return known
+            slack["per_rank"] = round(max(0.0, slack["per_rank"] + beside), 1)
+    return bool(timed)
 
 
 def _upper(missing: Sequence[float]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -41,7 +42,8 @@ def constants(kind: str, name: str = "") -> Constants:
     """Those for a CPU or a GPU.
 
     Args:
-        name: of the machine, in which a maker's name may be; there may be constants for its CPUs.
+        name: of the machine, in which its processor's maker and kind may be; there may be
+            constants for these.
     Raises:
         ConfigError: the file named by TANDEM_PLAN_CONSTANTS cannot be used.
     """
@@ -55,9 +57,23 @@ def constants(kind: str, name: str = "") -> Constants:
 
 
 def section_for(sections: Iterable[str], kind: str, name: str) -> str:
-    """Of a file's sections (`gpu`, `cpu`, `cpu MAKER` ...) the one for a machine."""
-    own = (s for s in sections if s.startswith(f"{kind} ") and s.partition(" ")[2] in name)
-    return next(own, kind)
+    """Of a file's sections (`gpu`, `cpu`, `cpu MAKER`, `cpu GENERATION with INSTRUCTIONS` ...) the
+    one that says most of what is in a machine's name."""
+    own = [s for s in sections if s.startswith(f"{kind} ") and _names(s.partition(" ")[2], name)]
+    return max(own, key=len, default=kind)
+
+
+def _names(text: str, name: str) -> bool:
+    """Whether a name has the text, as whole words: model 1 is not model 17."""
+    return re.search(rf"{re.escape(text)}(?!\w)", name) is not None
+
+
+def own_section(sections: Iterable[str], name: str) -> str:
+    """The section that constants fitted on a CPU belong to: its generation's, which the name of the
+    machine has (`processor.kind`); without one, that which served."""
+    machine = name.removesuffix(")")
+    _, told, generation = machine.rpartition(": ")
+    return f"cpu {generation}" if told else section_for(sections, "cpu", name)
 
 
 @cache

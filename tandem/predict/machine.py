@@ -101,7 +101,7 @@ def measure_machine(device: str = "auto") -> tuple[Hardware, float]:
         bandwidth, call = _copy_rate(), _call_seconds()
         busy = (time.perf_counter() - wall) / max(1e-9, time.process_time() - cpu)
     found = Hardware(
-        name=f"this machine ({processor.name()})",
+        name=f"this machine ({processor.kind()})",
         kind="cpu",
         memory=memory_bytes(),
         flops={"fp32": products[str(WIDTHS[-1])], "bf16": half, "fp16": half},
@@ -276,7 +276,7 @@ def _kept_at(device: str) -> Path:
     this torch may use."""
     threads = os.environ.get("OMP_NUM_THREADS", "")
     gpus = "" if device == "cpu" else _gpus()
-    key = f"1 {processor.name()} {processor.num_cores()} {threads} {gpus}"
+    key = f"1 {processor.kind()} {processor.num_cores()} {threads} {gpus}"
     return cache_folder() / f"machine-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
 
 

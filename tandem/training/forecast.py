@@ -63,7 +63,7 @@ class Forecast:
         self._knows_times = known is not None and not converses
         models, self._rows = models_in_use(run, stage, rows), measured_rows(run, stage, rows)
         known_rows = replace(self._rows, heldout=measured_heldout(rows))
-        name = known.name if known else processor.name()
+        name = known.name if known else processor.kind()
         slack = constants("cpu", name)  # which the prediction adds
         without = self._process - slack.imports - slack.row * self._rows.count
         hardware = replace(known or _unmeasured(run, without), per_node=run.world.ranks_per_node)
@@ -201,7 +201,7 @@ def _unmeasured(run: Run, process: float) -> Hardware:
     """This machine where its speed is not known: for memory alone. process: resident bytes."""
     on_gpu = run.device.type == "cuda"
     return Hardware(
-        name=f"{_UNMEASURED} ({processor.name()})",
+        name=f"{_UNMEASURED} ({processor.kind()})",
         kind="gpu" if on_gpu else "cpu",
         flops={"fp32": 1.0},
         bandwidth=1.0,

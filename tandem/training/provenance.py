@@ -311,7 +311,7 @@ def environment() -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "system": platform.platform(),
-        "processor": processor.name(),
+        "processor": processor.kind(),
         "gpu": gpu,
         "threads": str(torch.get_num_threads()),
     }

@@ -488,7 +488,16 @@ def test_runs_are_graded_and_constants_fitted(tmp_path: Path) -> None:
         add_outcomes(folder, [replace(o, hardware="this machine (Intel)") for o in found])
     again = refit(folders)
     assert again["cpu Intel"]["train"]["activations"] == pytest.approx(2, rel=0.05)
-    assert again["cpu"] == yaml.safe_load(SHIPPED.read_text("utf-8"))["cpu"]
+    shipped = yaml.safe_load(SHIPPED.read_text("utf-8"))
+    assert again["cpu"] == shipped["cpu"]
+    # Kinds of processors that were measured are fitted each to its own runs.
+    for folder, kind in zip(folders, ("Zen 8 with AVX2", "Zen 8 with AVX2", "Zen 9"), strict=True):
+        found = [replace(o, hardware=f"this machine (CPU: {kind})") for o in read_outcomes(folder)]
+        add_outcomes(folder, found)
+    again = refit(folders)
+    assert again.keys() - shipped.keys() == {"cpu Zen 8 with AVX2", "cpu Zen 9"}
+    assert again["cpu Zen 8 with AVX2"]["fitted_on"] == "2 runs on CPU: Zen 8 with AVX2"
+    assert again["cpu"] == shipped["cpu"]
 
 
 def test_non_negative_least_squares() -> None:

@@ -1,4 +1,4 @@
-"""Fitted constants, by maker of the processor where there are some."""
+"""Fitted constants, by maker and kind of the processor where there are some."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tandem.errors import ConfigError
-from tandem.predict.constants import CONSTANTS, SHIPPED, constants, section_for
+from tandem.predict.constants import CONSTANTS, SHIPPED, constants, own_section, section_for
 
 
 def test_a_processors_maker_decides_where_it_is_known() -> None:
@@ -29,6 +29,26 @@ def test_sections_are_told_by_the_makers_name() -> None:
     assert section_for(sections, "cpu", "an Intel Xeon") == "cpu Intel"
     assert section_for(sections, "cpu", "") == "cpu"
     assert section_for(sections, "gpu", "an Intel Xeon") == "gpu"
+
+
+def test_the_section_that_says_most_of_a_machine_serves() -> None:
+    sections = ("cpu", "cpu AMD", "cpu Zen 4 with AVX2", "cpu Zen 4 with AVX-512", "gpu")
+    machine = "this machine (AMD EPYC: Zen 4 with {})"
+    assert section_for(sections, "cpu", machine.format("AVX2")) == "cpu Zen 4 with AVX2"
+    assert section_for(sections, "cpu", machine.format("AVX-512")) == "cpu Zen 4 with AVX-512"
+    assert section_for(sections, "cpu", "this machine (AMD EPYC: Zen 5 with AVX2)") == "cpu AMD"
+    assert section_for(sections, "cpu", "this machine (AMD EPYC)") == "cpu AMD", "kept from before"
+
+
+def test_fitted_constants_belong_to_a_generation() -> None:
+    sections = ("cpu", "cpu Intel", "gpu")
+    zen4 = "this machine (AMD EPYC: Zen 4 with AVX2)"
+    assert own_section(sections, zen4) == "cpu Zen 4 with AVX2"
+    assert section_for((*sections, own_section(sections, zen4)), "cpu", zen4) != "cpu"
+    assert own_section(sections, "this machine (AMD EPYC)") == "cpu", "runs from before"
+    assert own_section(sections, "this machine (Intel(R) Xeon(R))") == "cpu Intel"
+    arm = "this machine (aarch64 (implementer 0x41, part 0xd0c))"
+    assert own_section(sections, arm) == "cpu"
 
 
 def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
