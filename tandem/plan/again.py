@@ -12,8 +12,9 @@ from tandem.predict.constants import constants
 from tandem.predict.hardware import Hardware
 from tandem.predict.memory import Models
 from tandem.predict.models import config_of, configs_beside
-from tandem.predict.record import WHOLE, Outcome, add_outcomes, read_outcomes
+from tandem.predict.record import EVALUATE, WHOLE, Outcome, add_outcomes, read_outcomes
 from tandem.predict.rows import Rows
+from tandem.predict.seconds import PhaseWork
 from tandem.predict.stage import StagePrediction, predict_stage
 
 
@@ -43,8 +44,14 @@ def _prediction(folder: Path, whole: Outcome, hardware: Hardware) -> StagePredic
 
 
 def _with(outcome: Outcome, found: StagePrediction) -> Outcome:
-    fitted_on = constants(found.hardware.kind, found.hardware.name).fitted_on
-    outcome = replace(outcome, hardware=found.hardware.name, constants=fitted_on)
+    known = constants(found.hardware.kind, found.hardware.name)
+    outcome = replace(outcome, hardware=found.hardware.name, constants=known.fitted_on)
+    if outcome.phase == EVALUATE and outcome.terms and outcome.predicted_seconds is not None:
+        # Held-out rows are not recorded, so their forwards stay as they were counted.
+        coefficients = known.phases.get(EVALUATE) or known.phases["score"]
+        return replace(
+            outcome, predicted_seconds=PhaseWork(dict(outcome.terms)).seconds(coefficients)
+        )
     if outcome.phase == WHOLE:
         return replace(
             outcome,

@@ -29,6 +29,9 @@ _PULL, _HELD = 0.02, {"products": 0.5, "first": 0.5}
 """How strongly a coefficient is held where it was, in units of a run's relative error. Products are
 measured by themselves, so a few runs of small models must not explain everything by them. What a
 first step costs more (runs record every step's time) must not pass for what each step costs."""
+_LONG = {"load": 0.5}
+"""By how much of a power of its seconds a run counts more. Small models load in tenths of a second,
+twice as long in one run as in the next; where users wait, large ones are loaded."""
 
 
 def outcomes_of(folders: Iterable[Path]) -> list[Outcome]:
@@ -164,7 +167,7 @@ def _fit(section: dict[str, Any], found: Sequence[Outcome]) -> bool:
     timed = [o for o in found if (o.cpu_seconds or o.measured_seconds) and o.terms]
     for phase in _FITTED:
         if rows := [o for o in timed if o.phase == phase]:
-            section[phase] |= _coefficients(rows, section[phase])
+            section[phase] |= _coefficients(rows, section[phase], _LONG.get(phase, 0.0))
     wholes = [o for o in found if o.phase == WHOLE]
     section["fitted_on"] = f"{len(wholes)} runs"
     slack = section["slack_mib"]
@@ -186,18 +189,22 @@ def _missing(outcome: Outcome) -> float:
     return (outcome.measured_bytes - outcome.predicted_bytes) / MEBIBYTE
 
 
-def _coefficients(rows: Sequence[Outcome], start: Mapping[str, float]) -> dict[str, float]:
+def _coefficients(
+    rows: Sequence[Outcome], start: Mapping[str, float], power: float
+) -> dict[str, float]:
     """Coefficients >= 0 for which terms times coefficients come nearest to the seconds measured,
-    in relative error. A weak pull to where they were keeps terms that hardly matter in place."""
+    in relative error times that power of the seconds. A weak pull to where they were keeps terms
+    that hardly matter in place."""
     names = sorted({name for row in rows for name in row.terms})
     matrix, target = [], []
     for row in rows:
         seconds = row.cpu_seconds or row.measured_seconds or 1.0
-        matrix.append([row.terms.get(name, 0.0) / seconds for name in names])
-        target.append(1.0)
+        counts = seconds**power
+        matrix.append([counts * row.terms.get(name, 0.0) / seconds for name in names])
+        target.append(counts)
     for number, name in enumerate(names):
         before = start.get(name, 1.0)
-        pull = _HELD.get(name, _PULL)
+        pull = _HELD.get(name, _PULL) if name in start else _PULL
         matrix.append([pull / max(before, 0.5) * (i == number) for i in range(len(names))])
         target.append(pull * (before > 0))
     found = non_negative(matrix, target)

@@ -123,18 +123,19 @@ class Evaluating:
         texts, pairs = self._few(self.heldout.texts), self._few(self.heldout.pairs, _PAIR)
         graded = self._few(self.heldout.graded)
         policies = num_policies(config)
-        size = FLOAT * shape.parameters
-        load = self.known["load"]
-        each = loading(size, 0.0, 1, self.pace).seconds(load) + self._policy(texts)
+        each = self._loaded(shape) + self._policy(texts)
         each += self._answered(self._answering(rl.eval_prompts, 1), judges)
         seconds = policies * each
         if judges:
-            size = FLOAT * self.case.models.value.parameters
-            seconds += judges * loading(size, 0.0, 1, self.pace).seconds(load)
+            seconds += judges * self._loaded(self.case.models.value)
             seconds += self._judge(pairs) + self._judge(graded)
         reads = [_said(texts, "text"), _count(min(self.heldout.prompts.count, rl.eval_prompts),
                                               "prompt")]  # fmt: skip
         return Comparison(models=policies, seconds=seconds, reads=_joined(reads))
+
+    def _loaded(self, shape: Shape) -> float:
+        """Seconds of reading a model, which is not tried out."""
+        return loading([shape], self.pace).seconds(self.known["load"])
 
     def _few(self, rows: Rows, sequences: int = 1) -> Rows:
         """As many of a kind as an evaluation reads."""

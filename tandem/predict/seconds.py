@@ -8,7 +8,7 @@ kernels, and nothing has been measured yet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tandem.memory.dimensions import Shape
@@ -19,6 +19,7 @@ from tandem.memory.work import (
     packed_bytes,
     recomputed_share,
     state_bytes,
+    states_bytes,
 )
 from tandem.ops.sizes import PREFILL_TOKENS
 from tandem.predict.hardware import Hardware
@@ -118,8 +119,6 @@ def training(
         "logits": pace.moving(6.0 * logits),
         "accumulating": pace.moving(12.0 * batches * trained),
         "optimizer": pace.moving(work.updates * (28.0 * own + 8.0 * trained)),
-        # The first step also makes the moments and gradients, in memory that is new.
-        "first": pace.moving(16.0 * own / work.steps) if work.steps else 0.0,
         "layers": pace.small(batches * shape.layers * 40.0),
         "sequences": pace.small(work.sequences * passes * shape.layers),
         "fixed": pace.small(work.updates * 400.0),
@@ -168,13 +167,20 @@ def scoring(shape: Shape, layout: Layout, work: Work, pace: Pace) -> PhaseWork:
 
 
 def generating(
-    shape: Shape, layout: Layout, work: Work, pace: Pace, rows: int, *, packs: bool
+    shape: Shape,
+    layout: Layout,
+    work: Work,
+    pace: Pace,
+    rows: int,
+    *,
+    packs: bool,
+    kept: float = 0.0,
 ) -> PhaseWork:
     """A rollout: prompts at once, then a token of every row per decoding step.
 
     Args:
         rows: decoded in parallel. packs: from packed weights in one call per step, not layer by
-            layer in Python.
+            layer in Python. kept: tokens whose states are kept for the update.
     """
     prompts = work.prompts * work.prompt - max(0.0, work.prompts - 1) * work.alike
     rounds = work.rows / max(1.0, rows)
@@ -202,6 +208,8 @@ def generating(
         "prefill": pace.small((1 + prompts / PREFILL_TOKENS) * shape.layers * 20.0),
         "fixed": pace.small(400.0),
     }
+    if kept:
+        terms["keeping"] = pace.moving(2.0 * states_bytes(shape, round(kept), layout))
     if packs:
         terms["packing"] = pace.moving(weights + read)
     elif layout.on_cpu:
@@ -217,15 +225,35 @@ def generating(
     return PhaseWork(terms, drawn, flops, memory)
 
 
-def loading(size: float, policy: float, models: int, pace: Pace) -> PhaseWork:
+def loading(
+    shapes: Sequence[Shape],
+    pace: Pace,
+    *,
+    tried: Sequence[Shape] = (),
+    adapted: Sequence[Shape] = (),
+    packed: float = 0.0,
+    ranks: int = 1,
+) -> PhaseWork:
     """Models read, placed and checked.
 
     Args:
-        size: bytes of all their files. policy: of those, bytes of what samples or is sampled from,
-            which is tried out. models: how many there are.
+        shapes: of all. tried: of what samples or is sampled from, of which forwards of a few tokens
+            are compared. adapted: of those that get adapters. packed: bytes of the weights that the
+            comparison decodes from, 0 if they are not packed.
     """
-    terms = {"reading": pace.moving(6.0 * size), "policy": pace.moving(6.0 * policy),
-             "fixed": pace.small(1e4), "models": pace.small(1e4 * models)}  # fmt: skip
+    size = sum(FLOAT * shape.parameters for shape in shapes)
+    policies = sum(FLOAT * shape.parameters for shape in tried)
+    terms = {
+        "reading": pace.moving(6.0 * size),
+        "policy": pace.moving(6.0 * policies),
+        "packing": pace.moving(2.0 * packed),
+        "fixed": pace.small(1e4),
+        "models": pace.small(1e4 * len(shapes)),
+        "layers": pace.small(1e3 * sum(shape.layers for shape in shapes)),
+        "policy layers": pace.small(1e3 * sum(shape.layers for shape in tried)),
+        "adapter layers": pace.small(1e3 * sum(len(shape.linears) for shape in adapted)),
+        "sharding": pace.small(1e4 * len(shapes) * (ranks > 1)),
+    }
     return PhaseWork(terms, 0.0, 0.0, size)
 
 

@@ -11,11 +11,12 @@ from tandem.config.schema import RunConfig
 from tandem.config.stages import Stage, in_order
 from tandem.memory.dimensions import Shape
 from tandem.memory.model import FLOAT, MemoryPlan, checkpoint_bytes
-from tandem.memory.work import logits_rows
+from tandem.memory.work import logits_rows, packed_bytes
 from tandem.predict.constants import constants
 from tandem.predict.evaluation import Comparison, Evaluating, Evaluations
 from tandem.predict.hardware import Hardware
 from tandem.predict.memory import Device, Models, StageCase, by_part, stage_memory
+from tandem.predict.record import OF_A_STEP
 from tandem.predict.rows import Rows
 from tandem.predict.seconds import (
     Pace,
@@ -141,6 +142,8 @@ def predict_stage(
     memory = stage_memory(case)
     pace = Pace(machine=hardware, dtype=dtype, threads=hardware.cores)
     times = _phase_work(case, pace)
+    if hardware.on_cpu:
+        _add_first_touches(times, memory, work.steps, pace)
     if not case.saves:
         times.pop("save", None)
     phases = _with_memory(memory, times, hardware, ranks, rows.count)
@@ -172,11 +175,15 @@ def _phase_work(case: StageCase, pace: Pace) -> dict[str, PhaseWork]:
     compared, frozen = models.reference or models.policy, replace(policy, is_trained=False)
     held = [*(shape for shape, _ in trained), *_references(case)]
     found: dict[str, PhaseWork] = {}
+    kept = 0.0  # of the steps; a run's first update computes the actor's forward itself
+    if case.kept_states:
+        kept = 1.0 - 1.0 / work.steps if work.steps else 1.0
     if stage.family == "rl":
         rows = min(work.at_once, logits_rows(models.policy, policy, FLOAT))
         found["generate"] = generating(
-            models.policy, policy, work, pace, rows, packs=case.decodes_packed
-        )
+            models.policy, policy, work, pace, rows,
+            packs=case.decodes_packed, kept=kept * case.kept_states,
+        )  # fmt: skip
         scored: list[PhaseWork] = []
         if case.has_reference:
             scored.append(scoring(compared, frozen, work, pace))
@@ -188,8 +195,8 @@ def _phase_work(case: StageCase, pace: Pace) -> dict[str, PhaseWork]:
         if scored:
             found["score"] = sum(scored[1:], scored[0])
     passes = [training(shape, layout, work, pace) for shape, layout in trained]
-    if case.kept_states:
-        passes[0] = training(*trained[0], work, pace, read=work.tokens)
+    if kept:
+        passes[0] = training(*trained[0], work, pace, read=kept * work.tokens)
     if stage.family != "rl" and case.has_reference:
         passes.append(scoring(compared, frozen, work, pace))
     if getattr(getattr(config, stage.section), "kl", "") in EXACT_KL:
@@ -197,11 +204,30 @@ def _phase_work(case: StageCase, pace: Pace) -> dict[str, PhaseWork]:
         if getattr(config, stage.section).ptx_target == "reference":
             passes.append(scoring(compared, frozen, _mixed_in(work), pace))
     found["train"] = sum(passes[1:], passes[0])
-    size = sum(FLOAT * shape.parameters for shape in held)
-    state = checkpoint_bytes(trained)
-    policies = sum(FLOAT * shape.parameters for shape in held if not shape.is_scalar)
-    return {"load": loading(size, policies, len(held), pace), **found,
-            "save": saving(state, pace.machine)}  # fmt: skip
+    tried = [shape for shape in held if not shape.is_scalar]
+    packed = packed_bytes(models.policy, policy) if tried and case.decodes_packed else 0.0
+    adapted = [shape for shape, layout in trained if layout.lora_rank]
+    load = loading(held, pace, tried=tried, adapted=adapted, packed=packed, ranks=case.ranks)
+    return {"load": load, **found, "save": saving(checkpoint_bytes(trained), pace.machine)}
+
+
+def _add_first_touches(
+    times: dict[str, PhaseWork], memory: MemoryPlan, steps: int, pace: Pace
+) -> None:
+    """To each phase, the clearing and writing of memory by which it is the first to raise what the
+    process holds. Freed memory stays with the process, so only loading, the rehearsal, which is not
+    timed, and the first step pay; the system takes long to find and clear pages."""
+    moments = sum(size for part, size in memory.resting.items() if "AdamW" in part)
+    held = 0.0
+    for name in ("load", "rehearse", *OF_A_STEP):
+        peak = max((float(memory.peak(i)) for i in _of_phase(name, memory)), default=0.0)
+        if name not in ("load", "train"):  # the first update makes the moments
+            peak -= moments
+        times_of = 1 if name == "load" else steps
+        if name in times and times_of:
+            new = pace.moving(2.0 * max(0.0, peak - held) / times_of)
+            times[name] = times[name] + PhaseWork({"first": new})
+        held = max(held, peak)
 
 
 def _references(case: StageCase) -> list[Shape]:

@@ -129,6 +129,30 @@ def test_nodes_are_the_hardwares_unless_the_knobs_say_otherwise() -> None:
     assert copied(16) == copied(16, parallel__ranks_per_node=8) > 0
 
 
+def test_the_first_step_pays_for_memory_that_is_new() -> None:
+    def new(name: str, **more: Any) -> float:
+        return (predicted("ppo", **more).phases[name].terms or {}).get("first", 0.0)
+
+    once, often = ({"on_cpu": True, "ppo__steps": steps} for steps in (2, 20))
+    assert new("train", **once) == pytest.approx(10 * new("train", **often))
+    assert new("load", **once) == new("load", **often) > 0
+    moments = 8 * 2 * models_of().policy.parameters  # of policy and critic
+    # Some of them lie in what the rollout has freed.
+    assert 0 < new("train", **once) * CPU.bandwidth < moments
+    assert new("train") == 0, "a GPU's allocator is not counted"
+
+
+def test_the_first_update_of_a_run_keeps_no_states() -> None:
+    def forward(steps: int, kept: float) -> tuple[float, float]:
+        found = predicted("ppo", on_cpu=True, ppo__steps=steps, kept_states=kept)
+        return found.phases["train"].flops, (found.phases["generate"].terms or {}).get("keeping", 0)
+
+    computed, _ = forward(2, 0.0)
+    (once, little), (often, much) = forward(2, 0.9), forward(200, 0.9)
+    assert computed - once == pytest.approx((computed - often) / 2, rel=0.01)
+    assert little == pytest.approx(much / 2, rel=0.01)
+
+
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_what_saves_memory_never_raises_the_part_that_it_acts_on(stage: str, on_cpu: bool) -> None:
