@@ -80,8 +80,8 @@ def supervised_memory(
         packs: it is a policy that would decode from packed weights, which its check makes.
     """
     layout = replace(layout, shares_base=False)  # the one model here has a base of its own
-    layouts = {"model": (shape, layout)}
-    checks = {} if shape.is_scalar else {"model": _checking(shape, layout, packs)}
+    layouts, trains_policy = {"model": (shape, layout)}, not shape.is_scalar
+    checks = {"model": _checking(shape, layout, packs, compared=reference)} if trains_policy else {}
     if reference and (other or layout.lora_rank == 0):
         layouts["reference"] = (other or shape, _frozen(layout, on_host=reference_on_host))
     roles = {name: role_memory(*laid) for name, laid in layouts.items()}
@@ -151,7 +151,9 @@ def ppo_memory(
         phases = {name: parts | kept for name, parts in phases.items()}
         phases["train actor, kept states"] = kept | training | {"activations": 0.0}
     phases["train actor"] = training
-    checks = {"actor": _checking(*layouts["actor"], work.packs, work.slices)}
+    checks = {
+        "actor": _checking(*layouts["actor"], work.packs, work.slices, compared=work.has_reference)
+    }
     return MemoryPlan(
         resting=_named(roles, "resting"),
         phases=phases,
@@ -283,11 +285,16 @@ def _in_flight_of(layouts: Iterable[tuple[Shape, Layout]]) -> float:
     )
 
 
-def _checking(shape: Shape, layout: Layout, packs: bool, slices: int = 1) -> float:
-    """What the check of a policy makes (engine/checks.py): its weights as it answers with them;
-    beside slices its own forward runs, which gathers for itself."""
+def _checking(
+    shape: Shape, layout: Layout, packs: bool, slices: int = 1, *, compared: bool
+) -> float:
+    """What the checks of a policy make (engine/checks.py): its weights as it answers with them;
+    beside slices its own forward runs, which gathers for itself. So does that which is `compared`
+    with a reference's: on a CPU, what it gathers seldom fits where weights before were freed.
+    """
     checked = sum(answering_weights(shape, layout, packs=packs, slices=slices).values())
-    if slices > 1:
+    gathers_again = compared and layout.on_cpu and layout.ranks > 1 and layout.is_split
+    if slices > 1 or gathers_again:
         checked += sum(working_bytes(shape, layout).values()) + _in_flight_of([(shape, layout)])
     return checked
 

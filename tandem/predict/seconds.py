@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from tandem.memory.dimensions import Shape
 from tandem.memory.model import FLOAT, Layout, trained_parameters, weight_bytes
 from tandem.memory.work import (
+    BLOCK_ROWS,
     activation_bytes,
     forward_bytes,
     packed_bytes,
@@ -146,7 +147,8 @@ def training(
 def scoring(shape: Shape, layout: Layout, work: Work, pace: Pace) -> PhaseWork:
     """A forward of one model over all answers."""
     forward = forward_flops(shape, work.tokens, work.length, work.answered)
-    size = forward_bytes(shape, 1, layout) * work.tokens * shape.layers
+    # A block's rows are held at once, whatever the tokens; here they count once for each token.
+    size = forward_bytes(shape, BLOCK_ROWS, layout) / BLOCK_ROWS * work.tokens * shape.layers
     logits = 0.0 if shape.is_scalar else work.answered * shape.vocabulary * layout.compute_bytes
     batches = max(1.0, work.micro_batches / max(1, work.passes * work.updates))
     terms = {

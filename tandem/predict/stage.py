@@ -199,6 +199,8 @@ def _phase_work(case: StageCase, pace: Pace) -> dict[str, PhaseWork]:
         passes[0] = training(*trained[0], work, pace, read=kept * work.tokens)
     if stage.family != "rl" and case.has_reference:
         passes.append(scoring(compared, frozen, work, pace))
+    if stage.labelled:  # the baseline: both models on answers behind other prompts
+        passes += [scoring(shape, frozen, work, pace) for shape in (models.policy, compared)]
     if getattr(getattr(config, stage.section), "kl", "") in EXACT_KL:
         passes += [scoring(compared, frozen, work, pace)] * round(work.passes)
         if getattr(config, stage.section).ptx_target == "reference":

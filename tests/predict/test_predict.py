@@ -129,6 +129,30 @@ def test_nodes_are_the_hardwares_unless_the_knobs_say_otherwise() -> None:
     assert copied(16) == copied(16, parallel__ranks_per_node=8) > 0
 
 
+def test_the_baseline_of_kto_takes_two_more_forwards() -> None:
+    pairs, labelled = (predicted(stage).phases["train"].flops for stage in ("dpo", "kto"))
+    assert labelled == pytest.approx(pairs * 6 / 4, rel=0.01)
+
+
+def test_a_forward_moves_less_than_a_step_of_the_same_tokens() -> None:
+    def moved(stage: str) -> float:
+        return (predicted(stage, on_cpu=True).phases["train"].terms or {})["activations"]
+
+    forward = (moved("kto") - moved("dpo")) / 2  # KTO's baseline takes two more
+    step = moved("dpo") - forward  # beside the reference's
+    assert 0 < forward < step
+
+
+def test_a_policy_in_pieces_gathers_again_to_be_compared_with_its_reference() -> None:
+    def loads(stage: str, ranks: int) -> float:
+        found = predicted(stage, ranks=ranks, on_cpu=True, **ZERO[3], lora__rank=8)
+        return part(found, "load", "read or checked, then AdamW and masters")
+
+    gathered = part(predicted("dpo", ranks=2, on_cpu=True, **ZERO[3]), "train", "gathered weights")
+    assert loads("dpo", 2) - loads("sft", 2) >= gathered > 0
+    assert loads("dpo", 1) == loads("sft", 1)
+
+
 def test_the_first_step_pays_for_memory_that_is_new() -> None:
     def new(name: str, **more: Any) -> float:
         return (predicted("ppo", **more).phases[name].terms or {}).get("first", 0.0)
