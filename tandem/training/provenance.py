@@ -234,6 +234,8 @@ class Identity:
             if _or_none(before.get(name)) != _or_none(now.get(name))
             # Rows are compared only after they are read.
             and not (name.startswith(ROWS) and name not in now)
+            # Data may lie elsewhere now: their rows say whether they are others.
+            and not (_names_data(name) and _last_parts(before, name) == _last_parts(now, name))
             # A model may lie elsewhere now: its files say whether it is another.
             and not (name in MODELS and _is_alike(before, now, f"the files of {name}"))
             and not any(name == x and _is_alike(before, now, y) for x, y in (_TEMPLATE, _SCHEMA))
@@ -319,6 +321,16 @@ def environment() -> dict[str, str]:
 
 def _json_value(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
+
+
+def _names_data(name: str) -> bool:
+    """Whether a fact is the value of a knob that names data sets, whose rows are a fact too."""
+    return name.rpartition(".")[2] in ("data", "sft_data", "eval_data", "ptx_data")
+
+
+def _last_parts(facts: Mapping[str, Any], name: str) -> list[str]:
+    """Data sets as a knob names them, with their weights, without the folders before them."""
+    return [text.rpartition("/")[2] for text in facts.get(name) or ()]
 
 
 def _is_built_on(name: str) -> bool:

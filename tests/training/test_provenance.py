@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelInfo
 
+from tandem.checkpoint.state import newest_numbers
 from tandem.config.schema import RunConfig
 from tandem.config.spellings import RENAMED
 from tandem.errors import CheckpointError, ConfigError
@@ -19,6 +20,7 @@ from tandem.models import source
 from tandem.parallel.world import World
 from tandem.rewards.loading import source_files
 from tandem.training.provenance import Identity, difference
+from tandem.training.stage_data import prepare_rows
 from tests.tiny import tiny_config, write_preferences
 from tests.training.runs import StopError, ran, stop_at
 
@@ -111,6 +113,30 @@ def test_a_change_between_a_stop_and_the_same_command_is_refused_by_name(
     finally:
         path.write_bytes(before)
     assert sorted((stopped.given / "run" / "checkpoints").rglob("*")) == checkpoints
+
+
+def test_data_may_lie_in_another_folder_with_the_same_rows(
+    stopped: StoppedRun, tmp_path: Path
+) -> None:
+    """As where a run goes on on another machine; not with other rows, nor with another weight."""
+    config, rl = stopped.config, stopped.config.ppo
+    for name in (*config.data, *rl.ptx_data):
+        shutil.copy(name, tmp_path)
+    names = [str(tmp_path / Path(name).name) for name in (*config.data, *rl.ptx_data)]
+    before = newest_numbers(stopped.given / "run" / "checkpoints" / "ppo")
+    assert before is not None
+
+    def changes(data: str) -> list[str]:
+        moved = replace(config, data=(data,), ppo=replace(rl, ptx_data=(names[-1],)))
+        rows = prepare_rows(moved, config.actor_model, config.reward_model)
+        identity = Identity(moved, stopped.given / "run", World())
+        identity.note_rows([account.fingerprint for account in rows.ledger.datasets.values()])
+        return identity.changes("ppo", before["made_from"])
+
+    assert changes(names[0]) == []
+    assert any(text.startswith("data ") for text in changes(f"{names[0]}:2"))
+    edited(Path(names[0]))
+    assert [text.partition(":")[0] for text in changes(names[0])] == ["the rows of data"]
 
 
 def test_a_run_saved_under_earlier_names_is_the_same(stopped: StoppedRun) -> None:
