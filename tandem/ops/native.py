@@ -55,6 +55,7 @@ INSTRUCTION_SETS = (
     "avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16",
 )  # fmt: skip
 _CPU_SECONDS = 150  # of a build, roughly; the longest unit is half of it
+_ROOM_BYTES = 16 * 2**20  # of the library (3 MB with AVX2) and its objects, roughly
 _COST = "plain torch runs instead: slower, and the same to rounding rather than to the bit"
 
 
@@ -180,8 +181,23 @@ def _built(compiler: str) -> Path:
             return built
         if waited_since and log.is_file() and log.stat().st_mtime >= waited_since:
             raise RuntimeError(_failure(log.read_text(errors="replace"), log))
+        _require_room(cache)
         with tempfile.TemporaryDirectory(dir=cache, prefix=f"build-{name}-") as folder:
             return _compiled(compiler, name, Path(folder), log)
+
+
+def _require_room(cache: Path) -> None:
+    """Refuse a disk that a build would find full after minutes, in every run again.
+
+    Raises:
+        OSError: it has less than the library and its objects take.
+    """
+    free = shutil.disk_usage(cache).free
+    if free < _ROOM_BYTES:
+        raise OSError(
+            f"{cache} must have room for {_ROOM_BYTES:,} bytes; got {free:,} bytes free (free "
+            "some, or set TANDEM_CACHE to another folder)"
+        )
 
 
 def _compiled(compiler: str, name: str, folder: Path, log: Path) -> Path:

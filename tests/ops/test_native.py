@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -425,6 +427,17 @@ def test_a_failed_build_is_told_in_one_line_with_its_log(
     assert line.startswith(f"tandem: {reason}; plain torch runs instead")
     assert "In file included from here" in log.read_text()
     assert not list(empty_cache.glob("build-*")) + list(empty_cache.glob("*.so"))
+
+
+def test_no_build_begins_where_its_library_has_no_room(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler(tmp_path, "exit 1"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    reason = native.why_not.__wrapped__()
+    assert f"did not build: {empty_cache} must have room for " in reason
+    assert "got 4,096 bytes free (free some, or set TANDEM_CACHE" in reason
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_compiler_that_is_killed_is_told_with_its_signal(
