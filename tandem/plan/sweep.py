@@ -29,6 +29,7 @@ from tandem.plan.knobs import with_knobs
 from tandem.plan.processes import run_command
 from tandem.plan.results import Result, read_result, result_of, write_result
 from tandem.plan.sweep_table import summary_line, write_tables
+from tandem.text import counted
 
 START = "start"
 _LOCK = ".lock"
@@ -129,6 +130,8 @@ def _run_all(
             print_line(f"{where}: {summary_line(result)}")
         results.append(result)
         write_tables(results, skipped, sweep.folder)
+    if failed := sum(result.exit_code != 0 for result in results):
+        print_line(f"{counted(failed, 'case')} failed; --retry-failed runs such cases again")
     print_line(f"table: {sweep.folder / 'table.txt'}   report: {sweep.folder / 'report.html'}")
     return results
 

@@ -154,6 +154,7 @@ def test_a_failing_case_shows_its_line_and_the_sweep_continues(sweep: Sweep, run
     said: list[str] = []
     results = run_sweep(sweep, said.append)
     assert [result.exit_code for result in results] == [2, 0]
+    assert said[-2] == "1 case failed; --retry-failed runs such cases again"
     error = "lora.rank must be <b>low</b>; got 9."
     assert f"sft/zero0 (1 of 2): failed with exit code 2: {error}" in said
     assert error in (sweep.folder / "table.txt").read_text()
@@ -163,7 +164,9 @@ def test_a_failing_case_shows_its_line_and_the_sweep_continues(sweep: Sweep, run
     run_sweep(sweep, _silent)
     assert len(runs.calls) == 2
     runs.failing = set()
-    results = run_sweep(replace(sweep, retry_failed=True), _silent)
+    said = []
+    results = run_sweep(replace(sweep, retry_failed=True), said.append)
+    assert not any("--retry-failed" in line for line in said)
     assert runs.calls[2:] == ["sft/zero0"]
     assert [result.exit_code for result in results] == [0, 0]
     assert "error" not in (sweep.folder / "table.txt").read_text()
