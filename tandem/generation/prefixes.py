@@ -78,9 +78,9 @@ class PrefixPool(BlockPool):
         """How many of these known blocks nobody holds."""
         return sum(block in self._idle for block in blocks)
 
-    def has_others(self, blocks: Iterable[int]) -> bool:
-        """Whether more than one sequence holds any of these."""
-        return any(self._holders[block] > 1 for block in blocks)
+    def has_others(self, blocks: Iterable[int], than: int) -> bool:
+        """Whether more sequences hold any of these."""
+        return any(self._holders[block] > than for block in blocks)
 
     def take(self, count: int) -> list[int]:
         """As `BlockPool.take`; known blocks are used last."""

@@ -60,15 +60,17 @@ class Request:
 @dataclass(slots=True, eq=False)
 class Group:
     """Samples of one prompt. computed: its tokens whose keys and values are in memory, or will be
-    before its own next ones. found: its first blocks, which others have computed. state: the slot
-    of its states, -1: none. source: the snapshot that they begin as, -1: none. stops: where its run
-    is to leave snapshots, in order. logits: (V,) of its last token, once it has been run."""
+    before its own next ones. found: its first blocks, which others compute; awaited: those of them
+    that they had not when it came in or was last asked for. state: the slot of its states, -1:
+    none. source: the snapshot that they begin as, -1: none. stops: where its run is to leave
+    snapshots, in order. logits: (V,) of its last token, once it has been run."""
 
     prompt: tuple[int, ...]
     waiting: deque[Request]
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     found: int = 0
+    awaited: set[int] = field(default_factory=set)
     state: int = -1
     source: int = -1
     stops: list[Stop] = field(default_factory=list)

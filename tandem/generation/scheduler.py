@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tandem.errors import GenerationError
@@ -78,7 +78,6 @@ class Scheduler:
         pool: PrefixPool,
         slots: int,
         *,
-        prefill_tokens: int,
         refill: int,
         shares_prefixes: bool = True,
         states: BlockPool | None = None,
@@ -88,8 +87,6 @@ class Scheduler:
 
         Args:
             slots: most rows side by side.
-            prefill_tokens: prompts that are run at once have at most this many tokens together;
-                a longer one is run alone.
             refill: rows that must be free before some are filled while others run.
             shares_prefixes: prompts that begin alike share blocks.
             states: slots for the states that layers keep of each sequence, `state_slots`, of which
@@ -101,7 +98,7 @@ class Scheduler:
         self._leaves_ends = leaves_ends
         self.counts = PrefixCounts()
         self._shares_prefixes = shares_prefixes
-        self._slots, self._prefill_tokens, self._refill = slots, prefill_tokens, refill
+        self._slots, self._refill = slots, refill
         self._queue: deque[Group] = deque()
         self._is_stuck = False  # nothing can come in before an answer ends or a request comes
         self.num_waiting = 0
@@ -124,22 +121,22 @@ class Scheduler:
         self._is_stuck = False
         self.num_waiting += len(requests)
 
-    def admit(self, num_live: int) -> Entering | None:
-        """Take blocks for all that can come in now; None if nothing can."""
+    def admit(self, num_live: int, running: Iterable[Group] = ()) -> Entering | None:
+        """Take blocks for all that can come in now; None if nothing can.
+
+        Args:
+            num_live: requests that have come in, and prompts that only run to their ends.
+            running: prompts that came in before and have not been run to their ends.
+        """
         room = self._slots - num_live
         if not self._queue or num_live > self.rows_that_let_in:
             return None
         entering = Entering([], [])
-        num_tokens = 0
         self._is_stuck = True
         while self._queue and room:
             group = self._queue[0]
             if not group.blocks:
-                found = self._beginning(group.prompt, entering.prompts)
-                num_tokens += len(group.prompt) - found.shared * BLOCK_TOKENS
-                if num_tokens > self._prefill_tokens and entering.prompts:
-                    self._is_stuck = False  # it may come in next time
-                    break
+                found = self._beginning(group.prompt, [*running, *entering.prompts])
                 if not self._fits_with_prompt(group, found.blocks):
                     break
                 self._begin(group, found)
@@ -182,11 +179,16 @@ class Scheduler:
         request.state, request.trail, request.trail_tokens = -1, -1, 0
         self._is_stuck = False
 
-    def drop(self, entry: Entry) -> bool:
-        """Forget a request whose prompt is being run, unless others need what its prompt computes;
-        whether it has been done."""
-        group, request = entry.group, entry.request
-        if group.waiting or self.pool.has_others(group.blocks[group.found :]):
+    def drop(self, group: Group, requests: Sequence[Request], *, is_ending: bool) -> bool:
+        """Forget a prompt that is being run, and its requests, none of which waits, unless others
+        need what it computes.
+
+        Args:
+            is_ending: `withdraw` has returned it; `end` it then.
+        Returns:
+            whether it has been done.
+        """
+        if self.pool.has_others(group.blocks[group.found :], len(requests) + is_ending):
             return False
         snapshots = self.pool.snapshots
         if snapshots is not None:
@@ -198,7 +200,8 @@ class Scheduler:
                 snapshots.release(group.source)
             group.source, group.stops = -1, []
         self.pool.forget(group.blocks[group.computed // BLOCK_TOKENS :])
-        self.leave(request)
+        for request in requests:
+            self.leave(request)
         return True
 
     def withdraw(self, request: Request) -> Group | None:
@@ -231,7 +234,7 @@ class Scheduler:
         return needed - held_by_others <= self.pool.num_free
 
     def _beginning(self, prompt: Sequence[int], running: Sequence[Group]) -> _Beginning:
-        """Where a prompt can begin; those of `running` come in with it and run before it."""
+        """Where a prompt can begin; `running`: those that have not been run to their ends."""
         known = self.pool.find(prompt) if self._shares_prefixes else []
         snapshots = self.pool.snapshots
         if snapshots is None:

@@ -67,8 +67,8 @@ class Session:
             table_width: most blocks that one answer can need.
             refill: free rows that are worth letting others in; None takes an eighth of the slots.
             prefill_tokens: most tokens of prompts in one forward; a longer prompt runs in parts.
-            chunk_tokens: most tokens of prompts that run between two tokens of live rows; None: all
-                that come in.
+            chunk_tokens: most tokens of prompts that run in a step, shared fairly (`prefill`);
+                None: all that come in.
             share_prefixes: prompts that begin alike share the memory of their beginning.
             keep_answers: later prompts may begin with an answer too, as a conversation's do.
             spare_slots: for snapshots, where layers keep states; with none, nothing is shared there
@@ -93,14 +93,13 @@ class Session:
         self._scheduler = Scheduler(
             PrefixPool(num_blocks, snapshots),
             slots,
-            prefill_tokens=prefill_tokens,
             refill=max(1, slots // 8) if refill is None else refill,
             shares_prefixes=shares,
             states=states,
             leaves_ends=keep_answers,
         )
         self._prompts = Prefill(memory, model, prefill_tokens, chunk_tokens, snapshots)
-        self._entries: deque[Entry] = deque()  # requests whose prompts were let in
+        self._entries: list[Entry] = []  # requests whose prompts were let in
         self._ending: list[Group] = []  # prompts of which no more samples are to come in
         self._stop_token_ids = frozenset(stop_token_ids)
         self._record = record
@@ -162,29 +161,24 @@ class Session:
         if request.row >= 0:
             self._let_go([request])
             return
-        entry = next((entry for entry in self._entries if entry.request is request), None)
-        if entry is None:
-            if (group := self._scheduler.withdraw(request)) is not None:
-                self._ending.append(group)
-                self._end_prompts()
-            return
-        samples = sum(other.group is entry.group for other in self._entries)
-        if samples == 1 and entry.group in self._prompts.groups and self._scheduler.drop(entry):
-            self._entries.remove(entry)
-            self._prompts.groups.remove(entry.group)
-        # Else its blocks are free when its prompt has been run, which others need.
+        group = next((entry.group for entry in self._entries if entry.request is request), None)
+        if group is None and (group := self._scheduler.withdraw(request)) is not None:
+            self._ending.append(group)
+        if group is not None:
+            self._drop_unwanted(group)
+            self._end_prompts()
 
     @torch.no_grad()
     def step(self) -> list[Drawn]:
         """Let in what fits, give every live row a token, see what has ended."""
         drawn: list[Drawn] = []
-        if not self._entries:
-            entering = self._scheduler.admit(len(self.rows))
-            if entering is not None:
-                self._prompts.groups.extend(entering.prompts)
-                self._entries.extend(entering.entries)
+        come_in = len(self.rows) + len(self._entries) + len(self._ending)
+        entering = self._scheduler.admit(come_in, self._prompts.groups)
+        if entering is not None:
+            self._prompts.add(entering.prompts)
+            self._entries += entering.entries
         if self._entries:
-            self._prompts.run(self.runner, self._keeper, beside_rows=bool(self.rows.requests))
+            self._prompts.run(self.runner, self._keeper)
             if self._let_in():
                 drawn += self._look()
             self._end_prompts()
@@ -215,9 +209,9 @@ class Session:
 
     def _let_in(self) -> bool:
         """Rows for the requests whose prompts have been run; whether there were any."""
-        ready: list[Entry] = []
-        while self._entries and self._entries[0].group.logits is not None:
-            ready.append(self._entries.popleft())
+        ready = [entry for entry in self._entries if entry.group.logits is not None]
+        if ready:
+            self._entries = [entry for entry in self._entries if entry.group.logits is None]
         for entry in ready:
             if entry.request.ended:  # cancelled meanwhile
                 self._scheduler.leave(entry.request)
@@ -248,6 +242,17 @@ class Session:
             self._keeper.entered(ready)
         self._draw(logits, part)
         return True
+
+    def _drop_unwanted(self, group: Group) -> None:
+        """Run a prompt no further of which all samples were cancelled; one that others need is run
+        to its end, and its blocks are free then."""
+        samples = [entry.request for entry in self._entries if entry.group is group]
+        is_wanted = group.waiting or not all(sample.ended for sample in samples)
+        if is_wanted or group not in self._prompts.groups:
+            return
+        if self._scheduler.drop(group, samples, is_ending=group in self._ending):
+            self._entries = [entry for entry in self._entries if entry.group is not group]
+            self._prompts.drop(group)
 
     def _end_prompts(self) -> None:
         """Free what prompts have that nobody waits for any more, once they have been run and their

@@ -72,7 +72,7 @@ def test_everything_runs_in_time_and_nothing_is_shared_that_is_written(
 ) -> None:
     least = max(blocks_needed(prompt, limit, samples) for prompt, limit, samples in groups)
     pool = PrefixPool(least + spare)
-    scheduler = Scheduler(pool, slots, prefill_tokens=50, refill=refill)
+    scheduler = Scheduler(pool, slots, refill=refill)
     everyone = []
     for group in groups:
         requests = requests_of(*group)
@@ -85,8 +85,6 @@ def test_everything_runs_in_time_and_nothing_is_shared_that_is_written(
         if entering is not None:
             live += [entry.request for entry in entering.entries]
             ran += [entry.request for entry in entering.entries]
-            new_prompts = [len(group.prompt) - group.computed for group in entering.prompts]
-            assert sum(new_prompts) <= 50 or len(new_prompts) == 1
             copies = [entry.copy for entry in entering.entries if entry.copy is not None]
             assert not {source for source, _ in copies} & {target for _, target in copies}
         assert len(live) <= slots
@@ -107,7 +105,7 @@ def test_everything_runs_in_time_and_nothing_is_shared_that_is_written(
 
 def test_samples_share_the_blocks_that_the_prompt_fills() -> None:
     pool = PrefixPool(100)
-    scheduler = Scheduler(pool, 8, prefill_tokens=1000, refill=1)
+    scheduler = Scheduler(pool, 8, refill=1)
     scheduler.submit(requests_of(40, 10, 3))
     entering = scheduler.admit(0)
     assert entering is not None
@@ -123,7 +121,7 @@ def test_samples_share_the_blocks_that_the_prompt_fills() -> None:
 
 def test_a_request_in_the_queue_can_be_withdrawn_at_any_time() -> None:
     pool = PrefixPool(10)
-    scheduler = Scheduler(pool, 1, prefill_tokens=1000, refill=1)
+    scheduler = Scheduler(pool, 1, refill=1)
     first, second = requests_of(20, 10, 2)
     scheduler.submit([first, second])
     assert scheduler.admit(0) is not None
@@ -141,7 +139,7 @@ def test_a_request_in_the_queue_can_be_withdrawn_at_any_time() -> None:
 
 
 def test_a_request_larger_than_the_memory_is_refused_with_the_numbers() -> None:
-    scheduler = Scheduler(PrefixPool(3), 1, prefill_tokens=1000, refill=1)
+    scheduler = Scheduler(PrefixPool(3), 1, refill=1)
     scheduler.submit(requests_of(20, 28, 1))
     with pytest.raises(
         GenerationError, match=r"prompt of 20 tokens .* 4 blocks of 16; got 3 blocks"
@@ -158,7 +156,7 @@ def test_with_the_blocks_wanted_rows_never_wait_for_memory(
 ) -> None:
     wanted = blocks_wanted(prompts, limit, samples, slots)
     assert all(wanted >= blocks_needed(prompt, limit, samples) for prompt in prompts)
-    scheduler = Scheduler(PrefixPool(wanted), slots, prefill_tokens=10**6, refill=1)
+    scheduler = Scheduler(PrefixPool(wanted), slots, refill=1)
     for prompt in sorted(prompts, reverse=True):
         scheduler.submit(requests_of(prompt, limit, samples))
     entering = scheduler.admit(0)
