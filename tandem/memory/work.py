@@ -27,6 +27,8 @@ up. Their product is computed again, but where an adapter's gradient needs it (o
 
 BLOCK_ROWS = 512
 """Rows whose inner tensors a CPU's whole block has at a time (csrc/layers.cpp)."""
+READY_FLOATS = 1 << 19
+"""Most numbers of a block's weights that are laid out for its products (`kReadyFloats` there)."""
 
 
 def activation_bytes(shape: Shape, tokens: int, layout: Layout, wanted: int | None = None) -> float:
@@ -150,11 +152,21 @@ def backward_bytes(shape: Shape, tokens: int, layout: Layout) -> float:
     """What a layer's backward holds beside the activations: the gradients of its inner tensors, and
     on a GPU a gated MLP's product, computed again."""
     if layout.on_cpu:
-        return forward_bytes(shape, tokens, layout)
+        return forward_bytes(shape, tokens, layout) + _ready_bytes(shape, layout)
     is_gated = shape.inner_kept == GATED_KEEPS
     wide = (2 if layout.lora_rank else 4) if is_gated else (3 if layout.lora_rank else 2)
     inner = max(wide * shape.inner, 2 * (shape.query_width + shape.kv_width))
     return tokens * layout.compute_bytes * (2 * shape.width + inner)
+
+
+def _ready_bytes(shape: Shape, layout: Layout) -> float:
+    """What small weights of a whole block behind attention, laid out for the products of their
+    backward (ops/csrc/layers.cpp), take beyond their own size: processors without products of
+    bfloat16 lay them out in four bytes a number. Their own size is within `BLOCK_ROWS`, since a
+    block with such weights has half as many rows at a time."""
+    weights = shape.width * (shape.query_width + 3 * shape.inner)
+    is_ready = _has_whole_blocks(shape, layout) and weights <= READY_FLOATS
+    return float((FLOAT - layout.compute_bytes) * weights * is_ready)
 
 
 def narrowed_bytes(shape: Shape, tokens: int, layout: Layout) -> list[tuple[float, float]]:
