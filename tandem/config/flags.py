@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tandem.config.idle_flags import idle_lines
-from tandem.config.knob_facts import knob_docs, knob_types
+from tandem.config.knob_facts import knob_docs, knob_types, value_word
 from tandem.config.load import (
     build,
     check_config,
@@ -31,7 +31,16 @@ from tandem.config.load import (
 from tandem.config.nearest import SHORT_NAMES, advice, empty_list
 from tandem.config.pages import flag_lines
 from tandem.config.schema import RunConfig
-from tandem.config.spellings import conversion, knob_meant, listed, note_of, plain
+from tandem.config.spellings import (
+    SWITCH,
+    asks_nothing,
+    conversion,
+    knob_meant,
+    listed,
+    note_of,
+    plain,
+    without_no,
+)
 from tandem.config.stages import (
     DEFAULT,
     defaults_of,
@@ -166,7 +175,7 @@ def help_page(command: str, summary: str, *, everything: bool) -> str:
         flag = _flag(name) if everything else shorts.get(name, _flag(name))
         about = docs[name] if everything else _in_short(docs[name])
         default = defaults_of([command]).get(name, knob.default)
-        lines += flag_lines(f"{flag} {_value_word(name)}".rstrip(), about, show_value(default))
+        lines += flag_lines(f"{flag} {value_word(name)}".rstrip(), about, show_value(default))
     if everything:
         return "\n".join(lines)
     lines += ["", f"All flags: tandem {command} --help-all. Each is also a key of --config."]
@@ -265,7 +274,7 @@ class _CommandLine:
             if name in self.given:
                 self.problems.append(self._again(name, flag, values if is_list else []))
             if not name:
-                self.problems.append(self._unknown(flag))
+                self.problems += self._unknown(flag, values)
             elif is_list and not values:
                 self.given.pop(name, None)
                 self.problems.append(empty_list(_flag(name), knob_types()[name]))
@@ -316,21 +325,27 @@ class _CommandLine:
 
     def _stray(self, word: str) -> str:
         """What is wrong with a word that no flag takes, such as verl's `data.train_files=F`."""
-        name, equals, _ = word.partition("=")
+        name, equals, value = word.partition("=")
         hint = ""
         if equals:
-            is_known = f"--{_dashed(name)}" in self._flags or self._meant(name)
+            is_off = asks_nothing(name, value, self._section)
+            is_known = is_off or f"--{_dashed(name)}" in self._flags or self._meant(name)
             hint = f"Write --{word}" if is_known else self._hint(f"--{name}")
         return f"{word!r} belongs to no flag. {hint}".rstrip(" .")
 
-    def _unknown(self, flag: str) -> str:
+    def _unknown(self, flag: str, values: Sequence[str]) -> list[str]:
+        """What is wrong with an unknown flag: nothing if it switches off what is off anyway."""
+        name = without_no(flag.lstrip("-"), self._section)
+        value = " ".join(values) if len(name) == len(flag.lstrip("-")) else "off"
+        if asks_nothing(name, value, self._section):
+            return []
         own = f"tandem {self._program} --help, or " * (self._program != self._command)
         hint = self._hint(flag) or f"See {own}tandem {self._command} {self._help}."
-        return f"{flag} is not a flag of tandem {self._program}. {hint}"
+        return [f"{flag} is not a flag of tandem {self._program}. {hint}"]
 
     def _hint(self, flag: str) -> str:
         """What to write instead of an unknown flag; empty if nothing is close."""
-        name = flag.lstrip("-").removeprefix("no-")
+        name = without_no(flag.lstrip("-"), self._section)
         own = [self._stage] if self._stage else [*DEFAULT]
         if self._rl:
             own = [self._rl] if conversion(name, self._rl) else [*own, self._rl]
@@ -343,14 +358,10 @@ def _is_value(word: str) -> bool:
     return not word.startswith("-") or bool(re.fullmatch(r"-\.?\d.*|-", word))
 
 
-_SWITCH = dict.fromkeys(("on", "true", "yes", "1"), True)
-_SWITCH |= dict.fromkeys(("off", "false", "no", "0"), False)
-
-
 def _read(value: Any, hint: Any) -> Any:
     """A flag's text as YAML would have read it; anything else stays text, to be refused."""
     if hint is bool:
-        return _SWITCH.get(value.lower(), value)
+        return SWITCH.get(value.lower(), value)
     if typing.get_origin(hint) is tuple:
         item_hint = typing.get_args(hint)[0]
         if value == [""]:
@@ -386,15 +397,3 @@ def short_flags(section: str) -> dict[str, str]:
 
 def _dashed(name: str) -> str:
     return name.replace("_", "-")
-
-
-def _value_word(name: str) -> str:
-    """The name of a flag's value, for help."""
-    hint = knob_types()[name]
-    if hint is bool:
-        return "| --no-..."
-    if typing.get_origin(hint) is Literal:
-        return "|".join(str(option) for option in typing.get_args(hint) if option != "")
-    if typing.get_origin(hint) is tuple:
-        return "A B ..."
-    return {int: "N", float: "X", str: "TEXT"}[hint]

@@ -6,9 +6,10 @@ import ast
 import dataclasses
 import inspect
 import textwrap
+import typing
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from tandem.config.load import config_knobs, resolved_types, type_hints
 from tandem.config.schema import RunConfig
@@ -61,3 +62,15 @@ def _class_docs(cls: type) -> Mapping[str, str]:
                 ):
                     docs[name] = " ".join(text.split())
     return docs
+
+
+def value_word(name: str) -> str:
+    """The name of a flag's value, for help."""
+    hint = knob_types()[name]
+    if hint is bool:
+        return "| --no-..."
+    if typing.get_origin(hint) is Literal:
+        return "|".join(str(option) for option in typing.get_args(hint) if option != "")
+    if typing.get_origin(hint) is tuple:
+        return "A B ..."
+    return {int: "N", float: "X", str: "TEXT"}[hint]

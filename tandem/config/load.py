@@ -20,7 +20,7 @@ from tandem.config.knob import Unset
 from tandem.config.nearest import advice, got
 from tandem.config.rules import rule_problems
 from tandem.config.schema import RunConfig, rl_section
-from tandem.config.spellings import conversion, knob_meant, note_of, with_dotted
+from tandem.config.spellings import asks_nothing, conversion, knob_meant, note_of, with_dotted
 from tandem.config.stages import defaults_of, of_family, rl_stage, stage_names, stage_of
 from tandem.config.updates import answers_per_step
 from tandem.config.yaml_file import read_file
@@ -278,7 +278,7 @@ def _without_aliases(
             kept[key] = _without_aliases(value, f"{name}.", knobs, others, section)
         elif name not in knobs and (knob := knob_meant(name, knobs, section)):
             others += [(name, knob, value)] if value is not None else []
-        elif name in knobs or value is not None or not conversion(name, section):  # else not set
+        elif name in knobs or not asks_nothing(name, value, section):
             kept[key] = value
     return kept
 

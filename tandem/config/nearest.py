@@ -21,6 +21,7 @@ from tandem.config.spellings import (
     spelled,
     within,
 )
+from tandem.config.stages import stage_of
 from tandem.text import class_name
 
 _WITHOUT_SECTION = """
@@ -67,6 +68,9 @@ def advice(
     """
     names, sections = list(known), [section_meant(wanted, stage) for stage in stages]
     sentences = conversion_advice(wanted, names, sections, spell)
+    if len(stages) == 1:  # its section may hold knobs of another stage alone
+        own = stage_of(stages[0])
+        names = [name for name in names if not within([own.section], [name]) or own.reads(name)]
     if not conversion(wanted, sections[0] if len(sections) == 1 else "") and (
         near := nearest_knobs(wanted, names, sections)
     ):

@@ -43,7 +43,8 @@ file; elsewhere it is refused with the knobs' names.
 """
 
 _CONVERSIONS = """These mean something else there, or nothing here. They are refused with this
-advice; a name with a dot applies to that section only.
+advice; a name with a dot applies to that section only. A switch that is off here anyway, such as
+`load_in_8bit`, may stand in a file or on the command line as false.
 """
 
 _VERL = """### verl's names

@@ -15,7 +15,7 @@ from tandem.config.stages import DEFAULT, of_family, stage_names, stage_of
 from tandem.config.stages import sections as stage_sections
 from tandem.yaml_text import shipped_table
 
-_TABLES: dict[str, dict[str, Any]] = shipped_table(Path(__file__).with_name("spellings.yaml"))
+_TABLES: dict[str, Any] = shipped_table(Path(__file__).with_name("spellings.yaml"))
 RENAMED: dict[str, str] = _TABLES["renamed"]
 """Knobs under their earlier names, as runs have saved them."""
 ALIASES: dict[str, tuple[str, str]] = {
@@ -28,6 +28,13 @@ CONVERSIONS: dict[str, tuple[str, str]] = {
 } | {name: ("", answer) for answer, names in _TABLES["needless"].items() for name in names.split()}
 """Name elsewhere -> (knobs to use, by the ends of their names; how to convert). A dotted name is
 that name in one section, or for the command of one stage."""
+
+OFF_ANYWAY = frozenset(_TABLES["off_anyway"].split())
+"""Names above with which false or 0 asks for what holds anyway."""
+
+SWITCH = dict.fromkeys(("on", "true", "yes", "1"), True)
+SWITCH |= dict.fromkeys(("off", "false", "no", "0"), False)
+"""What a switch's words mean."""
 
 VERL, OPENRLHF = (
     {name: use if isinstance(use, str) else (use[0], use[1]) for name, use in _TABLES[who].items()}
@@ -132,6 +139,23 @@ def conversion(name: str, section: str = "") -> tuple[str, str] | None:
         return use
     inside, _, last = name.rpartition(".")
     return CONVERSIONS.get(f"{inside or section}.{last}") or CONVERSIONS.get(last)
+
+
+def asks_nothing(name: str, value: Any, section: str = "") -> bool:
+    """Whether another trainer's name asks, with this value, for nothing but what holds anyway: it
+    is not set, or it switches off what is off here."""
+    if value is None:
+        return conversion(name, section) is not None
+    name = plain(name)
+    is_off = SWITCH.get(str(value).lower()) is False
+    return is_off and not OFF_ANYWAY.isdisjoint((name, name.rpartition(".")[2]))
+
+
+def without_no(name: str, section: str = "") -> str:
+    """A flag's name without the `no` before it, by which Hugging Face's flags are switched off,
+    unless it is a part of the name (`no_cuda`)."""
+    name = spelled(name)
+    return name if conversion(name, section) else name.removeprefix("no_")
 
 
 def section_meant(name: str, stage: str) -> str:

@@ -16,10 +16,12 @@ from tandem.config.schema import RunConfig
 from tandem.config.spellings import (
     ALIASES,
     CONVERSIONS,
+    OFF_ANYWAY,
     OPENRLHF,
     RENAMED,
     VERL,
     alias_knobs,
+    conversion,
     ending,
     exact_knobs,
     knob_meant,
@@ -217,12 +219,48 @@ def test_a_key_with_the_same_meaning_is_read_with_one_note(
         ("ppo", "--actor_rollout_ref.actor.clip_ratio_low 0.2", "Use --ppo.clip-ratio: the same"),
         ("grpo", "--actor_rollout_ref.actor.clip_ratio_low 0.2", "Use --grpo.clip-low: the same"),
         ("grpo", "--actor_rollout_ref.actor.ulysses_sequence_parallel_size 2", "Sequences are not"),
+        ("sft", "--no_remove_unused_columns", "Reward functions get every column of a row; remove"),
+        ("sft", "--no_cuda", "--no_cuda is not a flag of tandem sft. Use --device: write cpu"),
+        ("sft", "--bf16 False", "Use --dtype: write bf16; auto is the default, false is fp32"),
+        ("sft", "--load_in_8bit", "Use --frozen-weights: write int8; it needs lora.rank"),
+        ("ppo", "--critic_warmup 9", "Use --ppo.critic-warmup-steps: rollouts that train the"),
+        ("online-dpo", "--learning_rate 1", "Did you mean --ppo.actor.learning-rate?"),
+        ("sft", "--rope_scaling linear", "A model's rotary embeddings are those of its folder"),
+        ("grpo", "use_wandb=False", "'use_wandb=False' belongs to no flag. Write --use_wandb"),
     ],
 )  # fmt: skip
 def test_a_flag_with_another_meaning_is_answered_with_the_right_one(
     command: str, flags: str, part: str
 ) -> None:
     assert part in refused(flags, command)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--load_in_8bit False --load_in_4bit=false --fp16 False --use_peft off",
+        "--no_load_in_8bit --no-fp16 --no_no_cuda",
+        "--actor_rollout_ref.actor.fsdp_config.param_offload=False --trainer.critic_warmup 0",
+        "--critic.model.fsdp_config.optimizer_offload False --whiten_rewards False",
+    ],
+)
+def test_a_flag_that_switches_off_what_is_off_anyway_is_read(flags: str) -> None:
+    assert read(f"{flags} --seed 3", "ppo") == read("--seed 3", "ppo")
+
+
+def test_a_key_that_switches_off_what_is_off_anyway_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("load_in_8bit: false\nload_in_4bit: true\nsft: {fp16: false}\n")
+    said = refused(f"--config {file}", "sft")
+    assert said.startswith(f"{file}: load_in_4bit is not a knob. Use parallel.frozen_weights: ")
+    assert "load_in_8bit" not in said
+    assert "fp16" not in said
+
+
+def test_what_may_be_off_is_a_name_with_an_answer_and_no_knob() -> None:
+    for name in OFF_ANYWAY:
+        assert conversion(name) or name in CONVERSIONS
+        assert not knob_meant(name, KNOWN)
 
 
 @pytest.mark.parametrize(
