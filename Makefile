@@ -59,6 +59,7 @@ bench-gpu: $(STAMP)  ## all of it on a GPU; without one, try it by bench/gpu.py 
 # torch comes first and alone, at its pinned version: pip must not pick another build of it. All
 # that the C++ operations need is there then: they are built while the rest is fetched.
 $(STAMP): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV): minutes of downloads and of building the C++ operations"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet -c constraints.txt torch

@@ -320,7 +320,8 @@ def _eval(args: list[str]) -> int:
     options = parser.parse_args(args)
     if options.prompts < 0:
         raise ConfigError(f"--prompts must be >= 0; got {options.prompts}.")
-    from tandem.training.comparing.eval_command import evaluate_run
+    with _loading("eval"):
+        from tandem.training.comparing.eval_command import evaluate_run
 
     evaluate_run(
         options.run, options.prompts, options.best_of, base=options.base, data=options.data,
@@ -341,7 +342,8 @@ def _replay(args: list[str]) -> int:
     parser.flag("--stage NAME", f"Whose step: {listed(stage_names())}.", shown="the run's last")
     parser.flag("--rows N", "Sequences to show token by token.", 3)
     options = parser.parse_args(args)
-    from tandem.training.replay import replay
+    with _loading("replay"):
+        from tandem.training.replay import replay
 
     return replay(options.run, options.step, stage=options.stage, rows=options.rows)
 

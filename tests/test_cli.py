@@ -67,6 +67,15 @@ def test_a_flag_that_is_given_twice_is_refused(capsys: pytest.CaptureFixture[str
     assert "tandem eval: --prompts must be given once; got it twice" in err
 
 
+@pytest.mark.parametrize("command", ["eval", "replay --step 1"])
+def test_a_command_says_that_it_loads_before_it_does(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *flags = command.split()
+    code, out, _ = run(capsys, name, "/nowhere", *flags)
+    assert (code, out) == (2, f"tandem {name}: loading PyTorch and transformers ...\n")
+
+
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
