@@ -350,8 +350,9 @@ class RunConfig:
     GPU). TRL's knob of this name is the rollout's size: here ppo.prompts_per_step *
     sampling.samples_per_prompt."""
     generation_prefill_tokens: int = knob(0, ge=0)
-    """Most tokens of prompts that run between two tokens of the answers in progress, a long prompt
-    in parts; 0: all that come in, at most 4096 in one forward. Answers do not depend on it."""
+    """Most tokens of prompts that run at a time, between two tokens of the answers in progress, a
+    long prompt in parts; 0: all that come in, at most 4096 in one forward. Answers do not depend on
+    it."""
     gradient_checkpointing: bool = knob(False, common=True)
     """Recompute activations in the backward pass: less memory, about a third more time."""
     recompute: Literal["layers", "mlp", "attention"] = knob("layers")
