@@ -33,6 +33,7 @@ from tandem.plan.layout_flags import layout_help, take_layout_flags
 from tandem.process import is_launched
 from tandem.text import counted, ignore_line, visible
 from tandem.training.signals import outlive_readers
+from tandem.version import own_version
 
 if TYPE_CHECKING:
     from tandem.parallel.world import World
@@ -124,9 +125,7 @@ def _run(args: list[str], debug: bool) -> int:
         print(_overview())
         return 0
     if args[0] in ("--version", "-V"):
-        from importlib.metadata import version
-
-        print(f"tandem {version('tandem-rlhf')}")
+        print(f"tandem {own_version()}")
         return 0
     command, rest = args[0], args[1:]
     if command in (*_run_commands(), "demo", "sample", "export"):

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "tandem"
 
 LAYERS = (
-    ("errors", "message", "compact"),
+    ("errors", "message", "compact", "version"),
     ("types", "text", "stopping", "yaml_text"),
     ("config", "files", "garbage", "process", "processor", "devices", "named_functions"),
     ("ops", "tensor_files"),

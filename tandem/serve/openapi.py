@@ -7,7 +7,6 @@ object here is closed unless its reader refuses what it does not know.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import get_args
 
 from tandem.data.thoughts import FIELDS
@@ -26,6 +25,7 @@ from tandem.serve.schemas import (
     whole_number,
 )
 from tandem.types import Role
+from tandem.version import own_version
 
 _INT_MOST = 2**31 - 1
 _SEED_MOST = 2**63 - 1
@@ -51,7 +51,7 @@ def document(models: Iterable[str]) -> Json:
         "openapi": "3.1.0",
         "info": {
             "title": "Tandem",
-            "version": _version(),
+            "version": own_version(),
             "description": "OpenAI's API over the models of a run. Unknown fields are ignored; "
             "fields that would change the answer and are not supported are refused by name, and so "
             "are names that look like a mistyped field.",
@@ -63,13 +63,6 @@ def document(models: Iterable[str]) -> Json:
         },
         "security": [{"key": []}, {}],
     }
-
-
-def _version() -> str:
-    try:
-        return version("tandem-rlhf")
-    except PackageNotFoundError:  # from a checkout that was not installed
-        return "0"
 
 
 def _model_paths() -> Json:

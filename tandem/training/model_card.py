@@ -24,6 +24,7 @@ from tandem.training.lineage import FACT, Step
 from tandem.training.provenance import origin
 from tandem.training.selection import FACTS, described
 from tandem.training.step_metrics import finite
+from tandem.version import own_version
 
 if TYPE_CHECKING:
     from tandem.training.run_folder import Run
@@ -129,9 +130,9 @@ def _card(
     role = _role(stage, within)
     last = lineage[-1]
     root, path = visible(last["root"]), f"{stage.name}/{inside}" if inside else stage.name
-    made = f"trained from `{root}` by Tandem {_version()}: {_in_words(last['titles'])}."
+    made = f"trained from `{root}` by Tandem {own_version()}: {_in_words(last['titles'])}."
     if role == "critic":
-        made = f"trained by Tandem {_version()} beside the policy `{stage.model_folder}`."
+        made = f"trained by Tandem {own_version()} beside the policy `{stage.model_folder}`."
     if adapter_of:
         made += f" This folder holds the LoRA adapter alone; its base is `{visible(adapter_of)}`."
         if frozen := run.config.parallel.frozen_weights:
@@ -199,12 +200,6 @@ def _stages(lineage: Sequence[Step]) -> str:
         cells = (f"`{step['model']}`", step["title"], f"`{step['base']}`", rows)
         lines.append(f"| {' | '.join(map(_cell, cells))} |")
     return "\n".join(lines)
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("tandem-rlhf")
 
 
 def _front_matter(stage: Stage, base: str, role: str, *, is_adapter: bool) -> str:

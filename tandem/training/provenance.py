@@ -6,7 +6,6 @@ import hashlib
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from tandem.errors import CheckpointError
 from tandem.parallel.world import World
 from tandem.training.differences import ROWS, KnownRows, difference
 from tandem.training.given_files import GivenFiles
+from tandem.version import own_version
 
 # What every stage depends on, beside its section and the knobs in its record.
 _SHARED = (
@@ -308,7 +308,7 @@ def environment() -> dict[str, str]:
     """Versions and hardware, for the report and for bug reports."""
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
     return {
-        "tandem": version("tandem-rlhf"),
+        "tandem": own_version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -8,7 +8,6 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -23,6 +22,7 @@ from tandem.ops import native
 from tandem.parallel.world import World
 from tandem.text import counted, visible
 from tandem.types import PromptRow
+from tandem.version import own_version
 
 _SHOWN = 3
 """Differences that a message names."""
@@ -151,7 +151,7 @@ def _short(values: Mapping[str, str], name: str) -> str:
 def _installed() -> dict[str, str]:
     """Versions, and a digest of Tandem's own files."""
     return {
-        "Tandem": version("tandem-rlhf"),
+        "Tandem": own_version(),
         "Python": ".".join(map(str, sys.version_info[:2])),
         "torch": torch.__version__.partition("+")[0],
         "transformers": transformers.__version__,
