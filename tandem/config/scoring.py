@@ -68,8 +68,8 @@ class ScoringConfig:
 class WeightedModel:
     """A reward model beside the stage's own.
 
-    source: folder or hub name. weight: of its normalized scores; of 0 they are only watched.
-    label: its name in metrics.
+    source: folder or hub name. weight: of its normalized scores; 0: they are logged alone. label:
+    its name in metrics.
     """
 
     source: str

@@ -248,6 +248,8 @@ class Agent(SimpleElasticAgent):
         while time.monotonic() < deadline and not self._must_stop_at_once:
             if all(rank.process.poll() is not None for rank in self._ranks):
                 break
+            for rank in self._ranks:
+                rank.reports.newest()  # one that reports much waits for its pipe to be read
             time.sleep(_POLL_SECONDS)
         for rank in self._ranks:
             with contextlib.suppress(ProcessLookupError):  # nothing of it is left

@@ -34,8 +34,9 @@ REWARDS = grouped("reward",
         "Mean normalized score of the reward model, before its weight."),
     Metric("reward_model_disagreement", "normalized reward", _RL, "lower",
         "Standard deviation between the reward models' normalized scores of one answer, mean over "
-        "answers; of the models that count.", "stays near where it begins: models that disagree "
-        "do not know the answers that they score", source="arXiv:2310.02743",
+        "answers; of the models that count, where scoring.ensemble is not their sum.",
+        "stays near where it begins: models that disagree do not know the answers that they score",
+        source="arXiv:2310.02743",
         chart="Disagreement of reward models"),
     Metric("reward_watched", "normalized reward", _RL, "higher",
         "Mean normalized score of the reward models of weight 0, which are only watched.",

@@ -170,7 +170,8 @@ class ScoredAnswers:
 
     model, raw: the reward model's score, normalized and as it came (NaN without a model).
     further: (B, M) the normalized scores of the reward models beside it, called `labels`; a model
-        of weight 0 in `weights` is only watched.
+        of weight 0 in `weights` is only watched. are_alike: those that count judge the same, as
+        `scoring.ensemble` says unless it is their sum.
     function: the reward functions', weighted and added (NaN without one, or where all said None).
     mixed: models and functions weighted and added. shown: mixed less the missing-EOS penalty,
         clipped. scores: what is learned from: `shown`, or the same of rewards that were normalized
@@ -192,6 +193,7 @@ class ScoredAnswers:
     function: Tensor
     labels: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
+    are_alike: bool = False
     num_unscored: int = 0
     columns: RewardColumns | None = None
     of_tokens: tuple[tuple[float, ...], ...] = ()
@@ -209,6 +211,7 @@ class ScoredAnswers:
             **{name: torch.cat([getattr(part, name) for part in parts]) for name in _PER_ANSWER},
             labels=parts[0].labels,
             weights=parts[0].weights,
+            are_alike=parts[0].are_alike,
             num_unscored=sum(part.num_unscored for part in parts),
             columns=RewardColumns.joined(columns) if columns else None,
             of_tokens=tuple(chain.from_iterable(part.of_tokens for part in parts)),
@@ -270,11 +273,10 @@ class ScoredAnswers:
         return values | self._ensemble_metrics()
 
     def _ensemble_metrics(self) -> dict[str, float]:
-        """Of several reward models: how far those that count differ, and what those say that are
-        only watched."""
+        """How far reward models differ that judge the same, and what watched ones say."""
         counts = torch.tensor(self.weights, device=self.further.device) != 0
         values = {}
-        if bool(counts.any()):
+        if self.are_alike:
             models = torch.cat([self.model[:, None], self.further[:, counts]], dim=1)
             values["reward_model_disagreement"] = float(disagreement(models).mean())
         if not bool(counts.all()):
@@ -349,6 +351,7 @@ def score_answers(
         function=function,
         labels=tuple(other.label for other in ensemble.others),
         weights=tuple(other.weight for other in ensemble.others),
+        are_alike=ensemble.how != "sum",
         num_unscored=num_unscored,
         columns=columns,
         of_tokens=of_tokens,

@@ -383,7 +383,8 @@ def test_several_reward_models_make_one_careful_score() -> None:
     half = 0.5**0.5  # within the group the ensemble is one reward; the function scored one alone
     grouped = found("worst-case", "group").scores.tolist()
     assert grouped == pytest.approx([2 * half, -2 * half], abs=5e-4)
-    metrics = found("sum").metrics(rollout)
+    assert "reward_model_disagreement" not in found("sum").metrics(rollout), "they may judge others"
+    metrics = found("mean").metrics(rollout)
     assert metrics["reward_watched"] == -8.0
     plain = [torch.tensor(s).std(correction=0) for s in ([1.0, 0.0, 4.0], [5.0, 2.0, -1.0])]
     assert metrics["reward_model_disagreement"] == pytest.approx(float(sum(plain)) / 2)
