@@ -336,8 +336,9 @@ class _CommandLine:
     def _unknown(self, flag: str, values: Sequence[str]) -> list[str]:
         """What is wrong with an unknown flag: nothing if it switches off what is off anyway."""
         name = without_no(flag.lstrip("-"), self._section)
-        value = " ".join(values) if len(name) == len(flag.lstrip("-")) else "off"
-        if asks_nothing(name, value, self._section):
+        if len(name) < len(flag.lstrip("-")):  # --no-fp16 False does not say which is meant
+            values = ["" if values else "off"]
+        if asks_nothing(name, " ".join(values), self._section):
             return []
         own = f"tandem {self._program} --help, or " * (self._program != self._command)
         hint = self._hint(flag) or f"See {own}tandem {self._command} {self._help}."

@@ -222,6 +222,7 @@ def test_a_key_with_the_same_meaning_is_read_with_one_note(
         ("sft", "--no_remove_unused_columns", "Reward functions get every column of a row; remove"),
         ("sft", "--no_cuda", "--no_cuda is not a flag of tandem sft. Use --device: write cpu"),
         ("sft", "--bf16 False", "Use --dtype: write bf16; auto is the default, false is fp32"),
+        ("sft", "--no-load-in-8bit False", "Use --frozen-weights: write int8; it needs lora.rank"),
         ("sft", "--load_in_8bit", "Use --frozen-weights: write int8; it needs lora.rank"),
         ("ppo", "--critic_warmup 9", "Use --ppo.critic-warmup-steps: rollouts that train the"),
         ("online-dpo", "--learning_rate 1", "Did you mean --ppo.actor.learning-rate?"),
