@@ -160,13 +160,16 @@ class _Found:
 
     @property
     def ignores_rows(self) -> bool:
-        """Whether each answer has the same score for all rows that it was tried on, at least one
-        of them its own row and another's; and whether there are scores."""
+        """Whether each answer has the same score for all rows that it was tried on without a
+        failure, at least one of them its own row and another's; and whether there are scores."""
         per_row = len(self.completions) // self.num_rows
         by_text: dict[str, list[float | None]] = {}
         own: set[str] = set()
         others: set[str] = set()
-        for i, (text, score) in enumerate(zip(self.completions, self.scored.scores, strict=True)):
+        tried = zip(self.completions, self.scored.scores, self.scored.failed, strict=True)
+        for i, (text, score, failed) in enumerate(tried):
+            if failed:
+                continue
             by_text.setdefault(text, []).append(score)
             (others if i % per_row else own).add(text)
         is_scored = any(score is not None for score in self.scored.scores)

@@ -106,9 +106,9 @@ def test_it_answers_in_processes_of_its_own() -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="workers are forked")
 def test_failures_and_what_it_prints_are_told() -> None:
-    config = ScoringConfig(deadline_seconds=0.2, workers=1)
-    slow, loud = (Environment(f"{FILE}:{name}", config) for name in ("slow", "talking"))
-    broken = Environment(f"{FILE}:breaks", config)
+    slow = Environment(f"{FILE}:slow", ScoringConfig(deadline_seconds=0.2, workers=1))
+    config = ScoringConfig(deadline_seconds=600.0, workers=1)
+    loud, broken = (Environment(f"{FILE}:{name}", config) for name in ("talking", "breaks"))
     try:
         (outcome,) = slow.replies([said("a")])
         assert (outcome.failure, outcome.message) == ("timeout", "took more than 0.2 s")

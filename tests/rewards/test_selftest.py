@@ -24,7 +24,8 @@ def rows_of(*answers: Any, column: str = "answer") -> list[ReferenceRow]:
 
 def report_of(function: Any, rows: list[ReferenceRow], **knobs: Any) -> list[str]:
     lines: list[str] = []
-    rewards = RewardFunctions([function], ScoringConfig(**knobs), lines.append)
+    config = ScoringConfig(**({"deadline_seconds": 600.0} | knobs))  # on a busy machine, too
+    rewards = RewardFunctions([function], config, lines.append)
     try:
         return self_test(rewards, rows)
     finally:
@@ -132,6 +133,17 @@ def test_a_reward_of_form_is_told_in_a_line_whatever_the_order_of_the_references
             f"reward function {function.__name__} gives an answer the same score whatever row it "
             "is for: it is taken as a reward of form, not tested against the references"
         )
+
+
+def broken_once(prompts: Any, completions: Any, answer: Any, **columns: Any) -> list[float]:
+    if (prompts[0], completions[0]) == ("q0", "aa"):
+        raise ValueError("only here")
+    return [0.1 * len(c) for c in completions]
+
+
+def test_a_failure_does_not_make_a_reward_of_form_one_that_tells_answers_apart() -> None:
+    lines = report_of(broken_once, rows_of("a", "aa", "aaa", "aaaa"))
+    assert any("reward of form" in line for line in lines), lines
 
 
 def length_and_never(completions: Any, answer: Any) -> list[float]:
