@@ -65,7 +65,7 @@ def exchange():
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     return tensor.item()
-dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 rank, size = dist.get_rank(), dist.get_world_size()
 with watching(rank, size, interval=0.2):
     note("the first exchange")
@@ -92,6 +92,7 @@ with watching(rank, size, interval=0.2):
     if how == "waits":
         (folder / f"pid-{rank}").write_text(str(os.getpid()))
         time.sleep(60)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3))  # ranks may meet late
     note("the second exchange")
     exchange()
 dist.destroy_process_group()
