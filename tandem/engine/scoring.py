@@ -51,15 +51,14 @@ class RewardScorer:
     @property
     def models(self) -> list[PreTrainedModel]:
         """This model and the further ones."""
-        return [self.model, *(other.scorer.model for other in self.ensemble.others)]
+        return [scorer.model for scorer in self._named.values()]
 
     def readers(self, policy_renderer: Renderer) -> list[PreTrainedModel]:
         """Those of this model and the further ones that read the tokens of `policy_renderer`'s
         policy as they are."""
-        scorers = [self, *(other.scorer for other in self.ensemble.others)]
         return [
             scorer.model
-            for scorer in scorers
+            for scorer in self._named.values()
             if isinstance(scorer.model, PreTrainedModel)
             and scorer.renderer.renders_like(policy_renderer)
         ]

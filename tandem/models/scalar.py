@@ -211,7 +211,7 @@ def normalization(model: PreTrainedModel) -> tuple[float, float]:
 
 def is_normalized(model: PreTrainedModel) -> bool:
     """Whether a mean and an sd were set."""
-    return hasattr(model.config, "score_mean") and normalization(model) != (0.0, 1.0)
+    return normalization(model) != (0.0, 1.0)
 
 
 def set_normalization(model: PreTrainedModel, mean: float, std: float) -> None:

@@ -303,15 +303,12 @@ def score_answers(
     """
     nothing = torch.full((len(rollout),), torch.nan, device=world.device)
     raw = model = function = nothing
-    ensemble = Ensemble()
-    further = nothing.new_zeros(len(rollout), 0)
+    ensemble, further = Ensemble(), list[Tensor]()
     if scorer is not None and config.reward_model_weight > 0:
         raw, ensemble = scorer.raw(rollout, renderer), scorer.ensemble
         model = scorer.normalized(raw)
-        further = nothing.new_zeros(len(rollout), len(ensemble.others))
-        for k, other in enumerate(ensemble.others):
-            own = other.scorer
-            further[:, k] = own.normalized(own.raw(rollout, renderer))
+        others = [other.scorer for other in ensemble.others]
+        further = [other.normalized(other.raw(rollout, renderer)) for other in others]
     columns = None
     of_tokens: tuple[tuple[float, ...], ...] = ()
     if rewards is not None:
@@ -321,7 +318,8 @@ def score_answers(
         of_tokens = tuple(tuple(weight * r for r in row) for row in columns.of_tokens)
     is_scored = ~(model.isnan() & function.isnan())
     num_unscored = int((~is_scored).sum())
-    models, model_weights = ensemble.columns(torch.cat([model[:, None], further], dim=1))
+    every_model = torch.stack([model, *further], dim=1)
+    models, model_weights = ensemble.columns(every_model)
     mixed = (
         config.reward_model_weight * combined_scores(models, model_weights).nan_to_num()
         + config.reward_function_weight * function.nan_to_num()
@@ -347,7 +345,7 @@ def score_answers(
         was_clipped=was_clipped & is_scored,
         raw=raw,
         model=model,
-        further=further,
+        further=every_model[:, 1:],
         function=function,
         labels=tuple(other.label for other in ensemble.others),
         weights=tuple(other.weight for other in ensemble.others),

@@ -23,7 +23,7 @@ from tandem.config.rules import selecting
 from tandem.config.schema import RunConfig
 from tandem.config.scoring import weighted_models
 from tandem.config.spellings import RENAMED
-from tandem.config.stages import stage_names, stage_of
+from tandem.config.stages import STAGES, stage_names, stage_of
 from tandem.data.chat.own_template import digest_of, read_template
 from tandem.errors import CheckpointError
 from tandem.parallel.world import World
@@ -325,7 +325,8 @@ def _json_value(value: Any) -> Any:
 
 def _names_data(name: str) -> bool:
     """Whether a fact is the value of a knob that names data sets, whose rows are a fact too."""
-    return name.rpartition(".")[2] in ("data", "sft_data", "eval_data", "ptx_data")
+    knobs = {"eval_data", *(knob for stage in STAGES for knob in stage.data)}
+    return name.rpartition(".")[2] in knobs
 
 
 def _last_parts(facts: Mapping[str, Any], name: str) -> list[str]:
