@@ -123,6 +123,28 @@ class Rows:
         part.counting.add_(1)
         return places
 
+    def ahead(self, drafts: Sequence[Sequence[int]]) -> Part:
+        """The live rows, each with rows for the tokens of its draft behind it; no views, as of rows
+        that are run and forgotten.
+
+        Whoever draws for them draws what follows each token, if those before it are right.
+        """
+        counts = [1 + len(draft) for draft in drafts]
+        rows = [row for row, count in enumerate(counts) for _ in range(count)]
+        later = torch.tensor([i for count in counts for i in range(count)])
+        columns = self._columns[:, rows]
+        columns[_COUNTING:] += later
+        columns[_COLUMNS.index("token id"), later > 0] = torch.tensor(
+            [token for draft in drafts for token in draft]
+        )
+        requests = [self.requests[row] for row in rows]
+        return self._part_of(slice(0, 0), requests, columns, self._tables[rows], None)
+
+    def jump(self, tokens: Tensor, counts: Sequence[int]) -> None:
+        """The live rows have drawn so many tokens each, the last of them `tokens` (n,)."""
+        self.live.token_ids.copy_(tokens)
+        self.live.counting.add_(torch.tensor(counts))
+
     @property
     def sampler(self) -> Sampler | None:
         """The one that draws for all live rows, if it is one."""
@@ -210,11 +232,23 @@ class Rows:
 
     def _part(self, first: int) -> Part:
         rows = slice(first, len(self.requests))
-        columns = self._columns[:, rows]
+        states = None if self._states is None else self._states[rows]
+        return self._part_of(
+            rows, self.requests[rows], self._columns[:, rows], self._tables[rows], states
+        )
+
+    @staticmethod
+    def _part_of(
+        rows: slice,
+        requests: list[Request],
+        columns: Tensor,
+        tables: Tensor,
+        states: Tensor | None,
+    ) -> Part:
         keys, _, token_ids, positions, token_numbers, places = columns.unbind()
         return Part(
             rows=rows,
-            requests=self.requests[rows],
+            requests=requests,
             token_ids=token_ids,
             positions=positions,
             keys=keys,
@@ -222,6 +256,6 @@ class Rows:
             places=places,
             counting=columns[_COUNTING:],
             columns=columns,
-            tables=self._tables[rows],
-            states=None if self._states is None else self._states[rows],
+            tables=tables,
+            states=states,
         )

@@ -9,7 +9,7 @@ never waits for the host; the one token too many of an answer that had ended is 
 
 from __future__ import annotations
 
-from collections import deque
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -20,23 +20,22 @@ from transformers import PreTrainedModel
 from tandem.generation.batch_state import Part, Rows
 from tandem.generation.blocks import BlockPool
 from tandem.generation.constrained import allowed_tokens, take_drawn
-from tandem.generation.drawn import Drawn, Observed, Unread
+from tandem.generation.drawn import Drawn, Observed
 from tandem.generation.keeping import StateKeeper
 from tandem.generation.make_runner import make_runner
 from tandem.generation.native_runner import NativeRunner
 from tandem.generation.prefill import Prefill
 from tandem.generation.prefixes import PrefixPool
+from tandem.generation.reading import Reading
 from tandem.generation.record import Record
 from tandem.generation.request import Group, Request
 from tandem.generation.runner import new_memory
 from tandem.generation.scheduler import Entry, PrefixCounts, Scheduler, state_slots
 from tandem.generation.snapshots import Snapshots
+from tandem.generation.speculative import Speculator, accepted, runs_ahead
 from tandem.models.twin import keeps_states
 from tandem.ops import gpu
 from tandem.ops.sizes import BLOCK_TOKENS, PREFILL_TOKENS
-
-_FAILED = -1
-"""Stands for a token that was drawn of NaN."""
 
 
 class Session:
@@ -58,6 +57,7 @@ class Session:
         spare_slots: int = 0,
         record: Record | None = None,
         late: bool | None = None,
+        draft_rows: int = 0,
     ) -> None:
         """Memory is allocated now.
 
@@ -76,6 +76,8 @@ class Session:
             record: keeps what is drawn, and its owner looks at the numbers; without one, an
                 answer whose distribution is NaN ends as failed.
             late: look at tokens one step late; None does so on a GPU.
+            draft_rows: most rows of a step in which tokens that rows are likely to draw next run
+                beside them (`speculative`), where a model does so on a CPU; 0: none do.
         """
         has_states = keeps_states(model)
         num_slots = state_slots(slots, spare_slots) if has_states else 0
@@ -104,19 +106,22 @@ class Session:
         self._stop_token_ids = frozenset(stop_token_ids)
         self._record = record
         self._late = model.device.type == "cuda" if late is None else late
-        self._step = 0
-        self._limits: dict[int, list[Request]] = {}  # by the step that draws the last token
-        self._unread: deque[Unread] = deque()
-        self._leaving: list[Request] = []
-        self._watching = False  # for stop strings
+        self._reading = Reading(
+            stop_token_ids, late=self._late, keep_answers=keep_answers, marks_failed=record is None
+        )
         self._observing = False
         self._constraining = False
+        speculates = draft_rows > 0 and not (has_states or self._late) and runs_ahead(model)
+        self._speculator = Speculator(draft_rows) if speculates else None
 
     @property
     def busy(self) -> bool:
         """Whether any answer waits or runs, or any token has not been looked at."""
         return bool(
-            self.rows.requests or self._scheduler.num_waiting or self._entries or self._unread
+            self.rows.requests
+            or self._scheduler.num_waiting
+            or self._entries
+            or self._reading.is_behind
         )
 
     @property
@@ -136,6 +141,7 @@ class Session:
         assert isinstance(self.runner, NativeRunner)
         self.runner.keep(states)
         self._keeper = keeper
+        self._speculator = None  # a row of states is of a token that was kept
 
     @property
     def num_free_blocks(self) -> int:
@@ -149,7 +155,8 @@ class Session:
             GenerationError: one alone needs more memory than there is.
         """
         self._scheduler.submit(requests)
-        self._watching = self._watching or any(r.text is not None for r in requests)
+        reading = self._reading
+        reading.watching = reading.watching or any(r.text is not None for r in requests)
         self._observing = self._observing or any(r.top >= 0 for r in requests)
         self._constraining = self._constraining or any(r.constraint is not None for r in requests)
 
@@ -183,16 +190,7 @@ class Session:
                 drawn += self._look()
             self._end_prompts()
         if self.rows.requests:
-            live = self.rows.live
-            logits = self.runner.decode(
-                live.token_ids, live.positions, live.tables, live.states
-            )  # fmt: skip
-            self._step += 1
-            if self._keeper is not None:
-                self._keeper.decoded(live.token_ids, live.places)
-            if self._leaves_trails:
-                self._leave_trails(live.requests)
-            self._draw(logits, live)
+            drawn += self._decode()
         return drawn + self._look()
 
     def run(self) -> None:
@@ -206,6 +204,27 @@ class Session:
         """Free the memory; the session is over."""
         self.runner.close()
         self._memory.free()
+
+    def _decode(self) -> list[Drawn]:
+        """One more token of every live row, and more where drafts are worth it; what was read."""
+        speculator, live = self._speculator, self.rows.live
+        drafts = None if speculator is None else speculator.drafts(live.requests)
+        part = live if drafts is None else self.rows.ahead(drafts)
+        began = time.perf_counter()
+        logits = self.runner.decode(part.token_ids, part.positions, part.tables, part.states)
+        self._reading.step += 1
+        if self._keeper is not None:
+            self._keeper.decoded(live.token_ids, live.places)
+        if self._leaves_trails:
+            self._leave_trails(live.requests)
+        drawn: list[Drawn] = []
+        if drafts is None:
+            self._draw(logits, live)
+        else:
+            drawn += self._draw_ahead(logits, part, drafts)
+        if speculator is not None:
+            speculator.times.ran(len(part.requests), time.perf_counter() - began)
+        return drawn
 
     def _let_in(self) -> bool:
         """Rows for the requests whose prompts have been run; whether there were any."""
@@ -235,9 +254,7 @@ class Session:
             group = entry.group
             if group.logits is not None:
                 group.logits = group.logits.clone() if group.waiting else None
-        for request in requests:
-            request.begun = self._step
-            self._limits.setdefault(self._step + request.limit - 1, []).append(request)
+        self._reading.begin(requests)
         if self._keeper is not None:
             self._keeper.entered(ready)
         self._draw(logits, part)
@@ -271,7 +288,7 @@ class Session:
         assert snapshots is not None
         pairs = []
         for request in requests:
-            tokens = len(request.prompt) + self._step - request.begun
+            tokens = len(request.prompt) + self._reading.step - request.begun
             if tokens % BLOCK_TOKENS == 0:
                 if request.trail < 0:
                     request.trail = snapshots.begin_trail()
@@ -293,12 +310,33 @@ class Session:
         places = self.rows.advance(draw.tokens, part)
         if self._record is not None:
             self._record.keep(places, draw)
-        done = self._limits.pop(self._step, [])
-        self._leaving += [request for request in done if request.row >= 0]
-        tokens = draw.tokens
-        if self._record is None:
-            tokens = tokens.masked_fill(draw.sampled_logprobs.isnan(), _FAILED)
-        self._unread.append(Unread(self._step, part.requests, done, tokens, observed))
+        self._reading.add(part.requests, draw.tokens, draw.sampled_logprobs, observed)
+
+    def _draw_ahead(self, logits: Tensor, ahead: Part, drafts: list[list[int]]) -> list[Drawn]:
+        """Draw behind every token of `ahead`, and keep of each row what is drawn as it was guessed,
+        and one more; what was read of it."""
+        draw = self.rows.draw(logits, ahead)
+        live = self.rows.live.requests
+        rows = accepted(draw.tokens.tolist(), drafts)
+        drawn: list[Drawn] = []
+        for turn in range(max(map(len, rows))):
+            kept = [
+                own[turn]
+                for request, own in zip(live, rows, strict=True)
+                if turn < len(own) and not request.ended
+            ]
+            if not kept:
+                break
+            now, requests = draw.at(kept), [ahead.requests[row] for row in kept]
+            if turn:
+                self._reading.draw_again(requests)
+            if self._record is not None:
+                self._record.keep(ahead.places[kept], now)
+            observed = Observed.of(logits[kept], now.tokens, requests) if self._observing else None
+            self._reading.add(requests, now.tokens, now.sampled_logprobs, observed)
+            drawn += self._read()
+        self.rows.jump(draw.tokens[[own[-1] for own in rows]], [len(own) for own in rows])
+        return drawn
 
     def _allowed(self, logits: Tensor, part: Part) -> Tensor | None:
         if not self._constraining:
@@ -308,7 +346,7 @@ class Session:
     @torch.no_grad()
     def _advance(self) -> None:
         """Several steps in one call, where nobody has to look at what each draws."""
-        looked_at = self._late or self._watching or self._observing or self._keep_answers
+        looked_at = self._late or self._reading.watching or self._observing or self._keep_answers
         if looked_at or self._constraining or self._record is None:
             return
         if self._entries or not self.rows.requests:
@@ -323,64 +361,32 @@ class Session:
         before = self.rows.requests
         self.rows.keep(made.live)
         for row, step, finished in made.ended:
-            self._end(before[row], self._step + step, finished=finished)
-        for _ in range(made.steps):
-            self._step += 1
-            self._limits.pop(self._step, None)  # they are among those that have ended
-        for request in self._leaving:
+            self._reading.end(before[row], self._reading.step + step, finished=finished)
+        self._reading.pass_over(made.steps)
+        for request in self._reading.leaving:
             self._scheduler.leave(request)
-        self._leaving = []
+        self._reading.leaving = []
 
     def _look(self) -> list[Drawn]:
-        """Read the tokens that are due, end what they end, and let the ended rows go."""
-        drawn = []
-        running = bool(self.rows.requests) and len(self._leaving) < len(self.rows.requests)
-        while len(self._unread) > (1 if self._late and running else 0):
-            drawn.append(self._read(self._unread.popleft()))
-        if self._leaving:
-            self._let_go([r for r in dict.fromkeys(self._leaving) if r.row >= 0])
-            self._leaving = []
+        """Read the tokens that are due, and let the rows of answers that ended go."""
+        drawn = self._read()
+        if leaving := self._reading.left():
+            self._let_go(leaving)
         return drawn
 
-    def _read(self, unread: Unread) -> Drawn:
-        requests, token_ids = unread.requests, unread.token_ids()
-        if self._keep_answers:
-            for request, token in zip(requests, token_ids, strict=True):
-                request.drawn.append(token)
-        if unread.observed is not None:
-            unread.observed.deliver()
-        if self._late:  # a row may have been drawn for after its end
-            alive = [i for i, request in enumerate(requests) if not request.ended]
-            requests, token_ids = [requests[i] for i in alive], [token_ids[i] for i in alive]
-        if self._record is None and _FAILED in token_ids:
-            for request, token in zip(requests, token_ids, strict=True):
-                if token == _FAILED:
-                    request.failed = True
-                    self._end(request, unread.step, finished=False)
-            alive = [i for i, token in enumerate(token_ids) if token != _FAILED]
-            requests, token_ids = [requests[i] for i in alive], [token_ids[i] for i in alive]
-        if not self._stop_token_ids.isdisjoint(token_ids):
-            for request, token in zip(requests, token_ids, strict=True):
-                if token in self._stop_token_ids:
-                    self._end(request, unread.step, finished=True)
-        if self._watching:
-            for request, token in zip(requests, token_ids, strict=True):
-                if request.text is not None and not request.ended:
-                    request.text.push(token)
-                    if request.text.ended:
-                        self._end(request, unread.step, finished=True)
-        for request in unread.at_limit:
-            if not request.ended:
-                self._end(request, unread.step, finished=False)
-        return Drawn(requests, token_ids)
-
-    def _end(self, request: Request, step: int, *, finished: bool) -> None:
-        request.ended, request.finished = True, finished
-        request.length = step - request.begun + 1
-        self._leaving.append(request)
+    def _read(self) -> list[Drawn]:
+        drawn = self._reading.due(len(self.rows.requests))
+        if self._speculator is not None:
+            for part in drawn:
+                for request, token in zip(part.requests, part.token_ids, strict=True):
+                    self._speculator.read(request, token)
+        return drawn
 
     def _let_go(self, requests: list[Request]) -> None:
         self.rows.leave(requests)
+        if self._speculator is not None:
+            for request in requests:
+                self._speculator.forget(request)
         for request in requests:
             # The last token has been drawn, but not been run.
             keeps = self._shares_answers and not request.failed

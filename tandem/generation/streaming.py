@@ -36,6 +36,8 @@ from tandem.models.versions import weights_of
 
 CHUNK_TOKENS = 512
 """Tokens of prompts that run between two tokens of the answers that stream."""
+DRAFT_ROWS = 32
+"""Rows of a step, the tokens that answers are likely to go on with among them."""
 _LEAST_KEPT = 1024
 """Tokens that a conversation's memory has room for at the least, where the model has as many."""
 _KEPT_SAMPLERS = 64
@@ -80,6 +82,7 @@ class Conversations:
         spare: int | None = None,
         chunk_tokens: int = CHUNK_TOKENS,
         share_prefixes: bool = True,
+        speculate: bool = True,
     ) -> None:
         """Memory is allocated now and kept until `close`.
 
@@ -92,6 +95,8 @@ class Conversations:
                 what there is room for.
             chunk_tokens: most tokens of prompts that run between two tokens of running answers.
             share_prefixes: compute once what prompts begin with alike.
+            speculate: run tokens that are likely to come beside the last ones where that saves
+                time; no answer changes by it.
         Raises:
             GenerationError: there is no room for one of the longest answers.
         """
@@ -125,6 +130,7 @@ class Conversations:
                 share_prefixes=share_prefixes,
                 keep_answers=share_prefixes,
                 spare_slots=spare,
+                draft_rows=rows_together(model, DRAFT_ROWS) if speculate else 0,
             )
         self._weights = weights_of(model)
 

@@ -416,9 +416,9 @@ def test_sessions_that_keep_numbers_do_not_run_ahead(monkeypatch: pytest.MonkeyP
     whole = Session._advance
 
     def advancing(self: Session) -> None:
-        before = self._step
+        before = self._reading.step
         whole(self)
-        calls.append(self._step - before)
+        calls.append(self._reading.step - before)
 
     monkeypatch.setattr(Session, "_advance", advancing)
     answers(SamplingConfig(regex="[a-d]{9}", max_new_tokens=12))

@@ -328,6 +328,34 @@ def test_a_value_that_is_no_number_reaches_the_tokens_that_see_it_alone(
         assert torch.equal(made.nan_to_num(7.0), out[t : t + 1].nan_to_num(7.0)), t
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_of_one_sequence_run_at_once_are_those_one_by_one(
+    name: str, dtype: torch.dtype, count: int, threads: Callable[[int], None]
+) -> None:
+    case, lengths = CASES[name], (60, 47, 60, 60)
+    x = inputs(case, lengths, dtype)
+    whole = varlen(x, case)
+    paged = Paged.of(case, lengths, dtype)
+    torch.ops.tandem.store_kv(x.k, x.v, paged.k, paged.v, paged.tables, x.cu_seqlens)
+    for b, length in enumerate(lengths):  # what memory holds of tokens to come is a wrong guess's
+        for t in range(10, length):
+            block, place = int(paged.tables[b, t // BLOCK_TOKENS]), t % BLOCK_TOKENS
+            paged.k[block, :, :, place] = 3.0
+            paged.v[block, :, place] = -2.0
+    threads(count)
+    done = [10] * len(lengths)
+    steps = [(1, 6, 2, 9), (16, 1, 1, 23), (33, 30, 47, 1), (0, 0, 0, 17)]
+    for ahead in steps:
+        rows = [b for b, n in enumerate(ahead) for _ in range(n)]
+        places = [done[b] + i for b, n in enumerate(ahead) for i in range(n)]
+        at = x.cu_seqlens[rows].long() + torch.tensor(places)
+        assert torch.equal(paged.decode(x, case, rows, places), whole[at])
+        done = [a + b for a, b in zip(done, ahead, strict=True)]
+    assert tuple(done) == lengths
+
+
 def test_stored_numbers_are_the_ones_given() -> None:
     case = Case(2, 2, 20, 24)
     x = inputs(case, dtype=torch.bfloat16)

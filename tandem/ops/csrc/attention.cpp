@@ -1705,12 +1705,10 @@ void decode_range(const Paged<T>& in, const Company* companies, int64_t count,
   for (int64_t c = 0; c < count; ++c) decode_write(in, all[c]);
 }
 
-// Companies of up to kTogether rows by key heads.
+// Stores the keys and values that companies' rows bring.
 template <class T>
-void decode(const Paged<T>& in, const Company* companies, int64_t count) {
-  const Sizes& size = in.sizes;
-  // Keys just stored one number at a time cannot be loaded as vectors at once: stored well before.
-  // Each lies in as many lines as it has numbers, so those of rows to come are fetched meanwhile.
+void keep_tokens(const Paged<T>& in, const Company* companies, int64_t count) {
+  // Each key lies in as many lines as it has numbers, so those of rows to come are fetched meanwhile.
   const Company* const last = companies + count;
   const Company* soon = companies;
   int64_t row = 0, ahead = 0;  // of `soon`; rows that have been fetched and not yet stored
@@ -1723,6 +1721,12 @@ void decode(const Paged<T>& in, const Company* companies, int64_t count) {
       keep_token(in, company->rows[i], company->head);
     }
   }
+}
+
+// Companies of up to kTogether rows by key heads, whose keys and values are in memory.
+template <class T>
+void decode(const Paged<T>& in, const Company* companies, int64_t count) {
+  const Sizes& size = in.sizes;
   while (count > 0) {
     Demand demand;
     int64_t some = 0;
@@ -1744,6 +1748,18 @@ int64_t common_blocks(const Paged<T>& in, int64_t a, int64_t b) {
   const int32_t *left = in.tables + a * in.table_stride, *right = in.tables + b * in.table_stride;
   const int64_t most = std::min(in.positions[a], in.positions[b]) / kBlock;
   return std::mismatch(left, left + most, right).first - left;
+}
+
+// Whether a row is a later token of the sequence of the row before it, whose key it sees then.
+template <class T>
+bool has_later_tokens(const Paged<T>& in, int64_t rows) {
+  for (int64_t i = 1; i < rows; ++i) {
+    const int32_t* const table = in.tables + i * in.table_stride;
+    const int64_t block = in.positions[i - 1] / kBlock;
+    if (in.positions[i] > in.positions[i - 1] && table[block] == (table - in.table_stride)[block])
+      return true;
+  }
+  return false;
 }
 
 // All rows under all heads. Rows of one prompt keep company where they see it from its beginning;
@@ -1830,8 +1846,17 @@ void attend_paged(const Paged<T>& in, int64_t rows, int64_t threads) {
     items += companies[c].count;
   }
   begins.push_back(companies.size());
-  share_out(begins.size() - 1, threads, [&](int64_t i) {
-    decode(in, companies.data() + begins[i], begins[i + 1] - begins[i]);
+  const int64_t shares = begins.size() - 1;
+  const auto share = [&](int64_t i, auto body) {
+    body(in, companies.data() + begins[i], begins[i + 1] - begins[i]);
+  };
+  // Keys just stored one number at a time cannot be loaded as vectors at once: stored well before,
+  // those of all shares where one may see another's.
+  const bool at_first = has_later_tokens(in, rows);
+  if (at_first) share_out(shares, threads, [&](int64_t i) { share(i, keep_tokens<T>); });
+  share_out(shares, threads, [&](int64_t i) {
+    if (!at_first) share(i, keep_tokens<T>);
+    share(i, decode<T>);
   });
 }
 

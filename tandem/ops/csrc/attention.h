@@ -80,7 +80,8 @@ struct Gradients {
   float* delta;          // as `lse`: sum of gradient times output, for the sinks
 };
 
-// One new token for each of n rows, on KV memory.
+// One new token for each of n rows, on KV memory. Tokens of one sequence that are run at once stand
+// side by side, in their order.
 template <class T>
 struct Paged {
   Rows<const T> q, k, v;

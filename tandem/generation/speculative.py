@@ -1,0 +1,253 @@
+"""Speculative decoding without a draft model: guesses from a text's own past, run beside it.
+
+Where weights come from memory, a step of a few rows takes little longer than one of a single row.
+So what followed the last time a text came to its newest tokens (prompt lookup, as in LLMA,
+arXiv:2304.04487) is run behind them in the same step, and kept as far as each token is the one that
+is drawn in its place. Every draw is made of its own logits and its own randomness, so an answer is
+that of one token at a time, on a CPU to the last bit: not the distribution alone, as by rejection
+sampling (arXiv:2211.17192). Only how many steps it takes differs, which depends on their time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedModel
+
+from tandem.generation.request import Request
+from tandem.ops import native
+
+_LONGEST_DRAFT = 8
+_LONGEST_MATCH = 4
+"""Tokens before a place that are compared with a text's newest; more tell nothing more."""
+_PLACES = 64
+"""Of a token in a text: the newest so many are looked at."""
+_MEMORY = 0.95
+"""What a chance is worth when the next has been seen."""
+_TIMES = 4
+"""Steps of as many rows whose times are known; the quickest counts, for others were disturbed."""
+_TIMES_HOLD = 256
+"""Steps after which a time is measured again: texts have grown, other work has come or gone."""
+_WORTH = 1.03
+"""How much faster than without it a draft must promise to be."""
+
+
+@dataclass(slots=True)
+class _Chance:
+    """How often something came true, of late."""
+
+    hits: float = 1.0
+    tries: float = 2.0
+
+    def see(self, hit: bool) -> None:
+        self.hits, self.tries = self.hits * _MEMORY + hit, self.tries * _MEMORY + 1
+
+    @property
+    def rate(self) -> float:
+        return self.hits / self.tries
+
+
+class History:
+    """One answer's text so far, and what it leads one to expect.
+
+    Attributes:
+        guess: of the tokens that come next; empty where the newest token has not been seen before.
+    """
+
+    def __init__(self, prompt: Sequence[int], limit: int) -> None:
+        """No token of the answer is known, which may have up to `limit`."""
+        self.guess: list[int] = []
+        self._ids = list(prompt)
+        self._end = len(prompt) + limit
+        self._indexed = 0
+        self._places: dict[int, list[int]] = {}  # of each token, but for the newest one
+        self._match = 0
+        self._guessed_at, self._ran = 0, 0
+        self._first = [_Chance() for _ in range(_LONGEST_MATCH + 1)]  # by the length of the match
+        self._further = _Chance()
+
+    def push(self, token_id: int) -> None:
+        """A token has been drawn."""
+        self._ids.append(token_id)
+
+    def look(self) -> None:
+        """Learn from what became of the last guess, and guess again."""
+        self._learn()
+        ids = self._ids
+        for place in range(self._indexed, len(ids) - 1):
+            self._places.setdefault(ids[place], []).append(place)
+        self._indexed = len(ids) - 1
+        place, self._match = self._longest_match()
+        most = min(_LONGEST_DRAFT, self._end - len(ids) - 1)  # the last token is drawn, not run
+        self.guess, self._guessed_at, self._ran = [], len(ids), 0
+        if place < 0:
+            return
+        for i in range(place + 1, place + 1 + most):  # a text that goes round in circles goes on
+            self.guess.append(ids[i] if i < len(ids) else self.guess[i - len(ids)])
+
+    def chances(self) -> list[float]:
+        """For each token of the guess, how likely it and all before it are to be drawn."""
+        chance, chances = self._first[self._match].rate, []
+        for _ in self.guess:
+            chances.append(chance)
+            chance *= self._further.rate
+        return chances
+
+    def draft(self, count: int) -> list[int]:
+        """The first tokens of the guess, which are going to be run."""
+        self._ran = count
+        return self.guess[:count]
+
+    def _learn(self) -> None:
+        drawn = self._ids[self._guessed_at :]
+        for i, (guessed, token) in enumerate(zip(self.guess, drawn, strict=False)):
+            if i == 0:
+                self._first[self._match].see(guessed == token)
+            elif i < self._ran:
+                self._further.see(guessed == token)
+            if guessed != token:
+                break
+
+    def _longest_match(self) -> tuple[int, int]:
+        """The newest of the places where the most of the newest tokens stood before, and how many;
+        (-1, 0): none."""
+        ids, last = self._ids, len(self._ids) - 1
+        best, longest = -1, 0
+        for place in reversed(self._places.get(ids[last], ())[-_PLACES:]):
+            length = 1
+            while length < _LONGEST_MATCH and length <= place:
+                if ids[place - length] != ids[last - length]:
+                    break
+                length += 1
+            if length > longest:
+                best, longest = place, length
+                if longest == _LONGEST_MATCH:
+                    break
+        return best, longest
+
+
+@dataclass(slots=True)
+class _Time:
+    """What steps of as many rows took, and when."""
+
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMES))
+    step: int = 0
+
+
+class StepTimes:
+    """How long a step takes by its number of rows, as far as it has been seen."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, _Time] = {}
+        self._step = 0
+
+    def ran(self, rows: int, seconds: float) -> None:
+        """A step of so many rows took so long."""
+        self._step += 1
+        time = self._times.setdefault(rows, _Time())
+        time.seconds.append(seconds)
+        time.step = self._step
+        old = [n for n, t in self._times.items() if t.step < self._step - _TIMES_HOLD]
+        for n in old:
+            del self._times[n]
+
+    @property
+    def reach(self) -> int:
+        """The most rows worth trying: half as many again as have been seen."""
+        return 1 + max(self._times, default=0) * 3 // 2
+
+    def of(self, rows: int) -> float:
+        """Seconds, between those of fewer and of more rows in proportion; of more than was seen as
+        of the most that were, so that they are tried; 0 if nothing was seen."""
+        known = {n: min(time.seconds) for n, time in self._times.items()}
+        fewer = max((n for n in known if n <= rows), default=None)
+        more = min((n for n in known if n >= rows), default=None)
+        if fewer is None or more is None:
+            near = more if fewer is None else fewer
+            return 0.0 if near is None else known[near]
+        share = 0.0 if more == fewer else (rows - fewer) / (more - fewer)
+        return known[fewer] + share * (known[more] - known[fewer])
+
+
+class Speculator:
+    """What a session's live rows are likely to draw next, as far as it is worth its time."""
+
+    def __init__(self, most_rows: int) -> None:
+        """
+        Args:
+            most_rows: of one step, drafts among them; with as many live there are none.
+        """
+        self.times = StepTimes()
+        self._most_rows = most_rows
+        self._histories: dict[Request, History] = {}
+
+    def read(self, request: Request, token_id: int) -> None:
+        """A token of a request has been drawn."""
+        history = self._histories.get(request)
+        if history is None:
+            history = self._histories[request] = History(request.prompt, request.limit)
+        history.push(token_id)
+
+    def forget(self, request: Request) -> None:
+        """It draws no more."""
+        self._histories.pop(request, None)
+
+    def drafts(self, requests: Sequence[Request]) -> list[list[int]] | None:
+        """Of each of the live requests the tokens to run behind its last one; None: none of any."""
+        room = self._most_rows - len(requests)
+        if room <= 0 or not all(may_be_guessed(request) for request in requests):
+            return None
+        histories = [self._histories[request] for request in requests]
+        for history in histories:
+            history.look()
+        chances = sorted(
+            (-chance, row) for row, history in enumerate(histories) for chance in history.chances()
+        )[:room]
+        counts = [0] * len(requests)
+        for _, row in chances[: self._worth_running(len(requests), [-c for c, _ in chances])]:
+            counts[row] += 1
+        if not any(counts):
+            return None
+        return [history.draft(count) for history, count in zip(histories, counts, strict=True)]
+
+    def _worth_running(self, rows: int, chances: Sequence[float]) -> int:
+        """How many of the likeliest draft tokens, by their chances, bring most tokens a second."""
+        alone, most = self.times.of(rows), self.times.reach - rows
+        best, count, tokens = _WORTH * rows, 0, float(rows)
+        for i, chance in enumerate(chances[: max(0, most)], 1):
+            tokens += chance
+            worth = tokens * alone / max(self.times.of(rows + i), 1e-9)  # in tokens, as `rows` is
+            if worth > best:
+                best, count = worth, i
+        return count
+
+
+def accepted(drawn: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Of each row with a draft behind it, which of its draws are an answer's next tokens.
+
+    Args:
+        drawn: the tokens behind each row and behind each token of its draft, side by side.
+    Returns:
+        places in `drawn`: those up to the first that is not as guessed.
+    """
+    rows, first = [], 0
+    for draft in drafts:
+        count = 0
+        while count < len(draft) and draft[count] == drawn[first + count]:
+            count += 1
+        rows.append(list(range(first, first + count + 1)))
+        first += len(draft) + 1
+    return rows
+
+
+def runs_ahead(model: PreTrainedModel) -> bool:
+    """Whether a step of this model may run several tokens of one text: by the C++ operations, whose
+    numbers do not depend on the rows beside."""
+    return model.device.type == "cpu" and native.available()
+
+
+def may_be_guessed(request: Request) -> bool:
+    """Whether draws follow from logits alone: not from a form, or from how often tokens came."""
+    return request.constraint is None and not request.sampler.penalizes
