@@ -95,8 +95,7 @@ class Conversations:
                 what there is room for.
             chunk_tokens: most tokens of prompts that run between two tokens of running answers.
             share_prefixes: compute once what prompts begin with alike.
-            speculate: run tokens that are likely to come beside the last ones where that saves
-                time; no answer changes by it.
+            speculate: run guessed tokens beside the last ones; no answer changes by it.
         Raises:
             GenerationError: there is no room for one of the longest answers.
         """
