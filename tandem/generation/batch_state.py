@@ -135,7 +135,7 @@ class Rows:
         columns = self._columns[:, rows]
         columns[_COUNTING:] += later
         columns[_COLUMNS.index("token id"), later > 0] = torch.tensor(
-            [token for draft in drafts for token in draft]
+            [token for draft in drafts for token in draft], dtype=torch.long
         )
         requests = [self.requests[row] for row in rows]
         return self._part_of(slice(0, 0), requests, columns, self._tables[rows], None)

@@ -55,6 +55,8 @@ _TOLD = {
 }
 _ALL = -1
 """32 bits, all set."""
+Bits = np.ndarray | None
+"""The tokens that may come next, a bit each, (W,) int32; None for any."""
 _QUICK_SECONDS = 0.05
 """Of compiling a grammar again while other answers wait."""
 
@@ -132,6 +134,34 @@ class Constraint:
         # llguidance ends what it cannot follow, as if it had its form.
         return np.zeros_like(bits) if self._matcher.is_error() else bits
 
+    def forced(self, most: int) -> list[int]:
+        """The next tokens as far as each is the only one that may come, of up to `most`."""
+        tokens, ahead = list[int](), self
+        while len(tokens) < most and (bits := ahead.bits()) is not None:
+            words = bits.nonzero()[0]
+            if len(words) != 1 or (word := int(bits[words[0]]) & 0xFFFFFFFF) & (word - 1):
+                break
+            tokens.append(32 * int(words[0]) + word.bit_length() - 1)
+            ahead = self.copy() if ahead is self else ahead
+            ahead.take(tokens[-1])
+        return tokens
+
+    def ahead(self, draft: Sequence[int]) -> list[Bits]:
+        """What `bits` says behind each token of a draft, from before the first of them on: as far
+        as they may come, and have a token to go on with."""
+        found: list[Bits] = [self.bits()]
+        ahead = self.copy()
+        for token in draft:
+            bits = found[-1]
+            if bits is None or not int(bits[token // 32]) >> token % 32 & 1:
+                break
+            ahead.take(token)
+            bits = ahead.bits()
+            if bits is not None and not bits.any():
+                break
+            found.append(bits)
+        return found
+
     def take(self, token: int) -> None:
         """The answer has got this token."""
         if not self._is_over:
@@ -162,6 +192,27 @@ def allowed_tokens(
 ) -> Tensor | None:
     """Which tokens each answer may go on with, (n, V) bool; None if none must have a form."""
     found = [None if r.constraint is None else r.constraint.bits() for r in requests]
+    return allowed_by(found, requests, vocabulary, device)
+
+
+def followed(
+    requests: Sequence[Request], drafts: Sequence[Sequence[int]]
+) -> tuple[list[list[int]], list[Bits]]:
+    """Drafts of these answers, cut where their forms do not go on so; and behind each answer and
+    each token of its draft the tokens that may come, side by side."""
+    cut, found = list[list[int]](), list[Bits]()
+    for request, draft in zip(requests, drafts, strict=True):
+        form = request.constraint
+        bits = [None] * (1 + len(draft)) if form is None else form.ahead(draft)
+        cut.append(list(draft[: len(bits) - 1]))
+        found += bits
+    return cut, found
+
+
+def allowed_by(
+    found: Sequence[Bits], requests: Sequence[Request], vocabulary: int, device: torch.device
+) -> Tensor | None:
+    """`allowed_tokens` of rows with these bits, each of an answer's."""
     width = max((len(bits) for bits in found if bits is not None), default=0)
     if not width:
         return None

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tandem.generation import constrained
 from tandem.generation.batch_state import Part, Rows
 from tandem.generation.blocks import BlockPool
-from tandem.generation.constrained import allowed_tokens, take_drawn
 from tandem.generation.drawn import Drawn, Observed
 from tandem.generation.keeping import StateKeeper
 from tandem.generation.make_runner import make_runner
@@ -209,6 +209,9 @@ class Session:
         """One more token of every live row, and more where drafts are worth it; what was read."""
         speculator, live = self._speculator, self.rows.live
         drafts = None if speculator is None else speculator.drafts(live.requests)
+        bits: list[constrained.Bits] = []
+        if drafts is not None:
+            drafts, bits = constrained.followed(live.requests, drafts)
         part = live if drafts is None else self.rows.ahead(drafts)
         began = time.perf_counter()
         logits = self.runner.decode(part.token_ids, part.positions, part.tables, part.states)
@@ -217,11 +220,9 @@ class Session:
             self._keeper.decoded(live.token_ids, live.places)
         if self._leaves_trails:
             self._leave_trails(live.requests)
-        drawn: list[Drawn] = []
         if drafts is None:
             self._draw(logits, live)
-        else:
-            drawn += self._draw_ahead(logits, part, drafts)
+        drawn = [] if drafts is None else self._draw_ahead(logits, part, drafts, bits)
         if speculator is not None:
             speculator.times.ran(len(part.requests), time.perf_counter() - began)
         return drawn
@@ -305,17 +306,20 @@ class Session:
         draw = self.runner.draw(logits, part) if allowed is None else None
         draw = draw or self.rows.draw(logits, part, allowed)
         if allowed is not None:
-            take_drawn(part.requests, draw.tokens)
+            constrained.take_drawn(part.requests, draw.tokens)
         observed = Observed.of(logits, draw.tokens, part.requests) if self._observing else None
         places = self.rows.advance(draw.tokens, part)
         if self._record is not None:
             self._record.keep(places, draw)
         self._reading.add(part.requests, draw.tokens, draw.sampled_logprobs, observed)
 
-    def _draw_ahead(self, logits: Tensor, ahead: Part, drafts: list[list[int]]) -> list[Drawn]:
+    def _draw_ahead(
+        self, logits: Tensor, ahead: Part, drafts: list[list[int]], bits: list[constrained.Bits]
+    ) -> list[Drawn]:
         """Draw behind every token of `ahead`, and keep of each row what is drawn as it was guessed,
         and one more; what was read of it."""
-        draw = self.rows.draw(logits, ahead)
+        allowed = constrained.allowed_by(bits, ahead.requests, logits.shape[1], logits.device)
+        draw = self.rows.draw(logits, ahead, allowed)
         live = self.rows.live.requests
         rows = accepted(draw.tokens.tolist(), drafts)
         drawn: list[Drawn] = []
@@ -330,6 +334,8 @@ class Session:
             now, requests = draw.at(kept), [ahead.requests[row] for row in kept]
             if turn:
                 self._reading.draw_again(requests)
+            if allowed is not None:
+                constrained.take_drawn(requests, now.tokens)
             if self._record is not None:
                 self._record.keep(ahead.places[kept], now)
             observed = Observed.of(logits[kept], now.tokens, requests) if self._observing else None
@@ -341,7 +347,7 @@ class Session:
     def _allowed(self, logits: Tensor, part: Part) -> Tensor | None:
         if not self._constraining:
             return None
-        return allowed_tokens(part.requests, logits.shape[1], logits.device)
+        return constrained.allowed_tokens(part.requests, logits.shape[1], logits.device)
 
     @torch.no_grad()
     def _advance(self) -> None:

@@ -63,7 +63,7 @@ class History:
         self._end = len(prompt) + limit
         self._indexed = 0
         self._places: dict[int, list[int]] = {}  # of each token, but for the newest one
-        self._match = 0
+        self._match, self._forced = 0, False
         self._guessed_at, self._ran = 0, 0
         self._first = [_Chance() for _ in range(_LONGEST_MATCH + 1)]  # by the length of the match
         self._further = _Chance()
@@ -72,16 +72,24 @@ class History:
         """A token has been drawn."""
         self._ids.append(token_id)
 
-    def look(self) -> None:
-        """Learn from what became of the last guess, and guess again."""
+    def look(self, forced: Sequence[int] = ()) -> None:
+        """Learn from what became of the last guess, and guess again.
+
+        Args:
+            forced: tokens that must come next.
+        """
         self._learn()
         ids = self._ids
         for place in range(self._indexed, len(ids) - 1):
             self._places.setdefault(ids[place], []).append(place)
         self._indexed = len(ids) - 1
+        most = max(0, min(_LONGEST_DRAFT, self._end - len(ids) - 1))  # the last one is not run
+        self._guessed_at, self._ran = len(ids), 0
+        self._forced = bool(forced)
+        self.guess = list(forced[:most])
+        if forced:
+            return
         place, self._match = self._longest_match()
-        most = min(_LONGEST_DRAFT, self._end - len(ids) - 1)  # the last token is drawn, not run
-        self.guess, self._guessed_at, self._ran = [], len(ids), 0
         if place < 0:
             return
         for i in range(place + 1, place + 1 + most):  # a text that goes round in circles goes on
@@ -89,6 +97,8 @@ class History:
 
     def chances(self) -> list[float]:
         """For each token of the guess, how likely it and all before it are to be drawn."""
+        if self._forced:
+            return [1.0] * len(self.guess)
         chance, chances = self._first[self._match].rate, []
         for _ in self.guess:
             chances.append(chance)
@@ -101,7 +111,7 @@ class History:
         return self.guess[:count]
 
     def _learn(self) -> None:
-        drawn = self._ids[self._guessed_at :]
+        drawn = () if self._forced else self._ids[self._guessed_at :]
         for i, (guessed, token) in enumerate(zip(self.guess, drawn, strict=False)):
             if i == 0:
                 self._first[self._match].see(guessed == token)
@@ -197,11 +207,12 @@ class Speculator:
     def drafts(self, requests: Sequence[Request]) -> list[list[int]] | None:
         """Of each of the live requests the tokens to run behind its last one; None: none of any."""
         room = self._most_rows - len(requests)
-        if room <= 0 or not all(may_be_guessed(request) for request in requests):
-            return None
+        if room <= 0 or any(request.sampler.penalizes for request in requests):
+            return None  # penalties follow from how often tokens came
         histories = [self._histories[request] for request in requests]
-        for history in histories:
-            history.look()
+        for request, history in zip(requests, histories, strict=True):
+            form = request.constraint
+            history.look(() if form is None else form.forced(_LONGEST_DRAFT))
         chances = sorted(
             (-chance, row) for row, history in enumerate(histories) for chance in history.chances()
         )[:room]
@@ -246,8 +257,3 @@ def runs_ahead(model: PreTrainedModel) -> bool:
     """Whether a step of this model may run several tokens of one text: by the C++ operations, whose
     numbers do not depend on the rows beside."""
     return model.device.type == "cpu" and native.available()
-
-
-def may_be_guessed(request: Request) -> bool:
-    """Whether draws follow from logits alone: not from a form, or from how often tokens came."""
-    return request.constraint is None and not request.sampler.penalizes

@@ -293,7 +293,7 @@ def test_a_text_that_repeats_takes_fewer_steps(
 
 
 @bitwise
-def test_nobody_speculates_beside_a_form_or_a_penalty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_speculates_beside_a_penalty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepTimes, "of", lambda self, rows: 1.0)
     for knobs in ({"repetition_penalty": 1.3}, {"presence_penalty": 0.5}):
         sampling = [SamplingConfig(max_new_tokens=60, temperature=0.05, **knobs)]
