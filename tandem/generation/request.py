@@ -31,6 +31,7 @@ class Request:
     epoch: of the pool, when its prompt came in.
     drawn: its tokens as far as the host has read them, where sessions keep answers.
     observed: what was observed, a drawn token each.
+    predicted: tokens that it is likely to have, for `speculative`.
     """
 
     number: int
@@ -55,6 +56,7 @@ class Request:
     observed: list[TokenLogprobs] = field(default_factory=list)
     epoch: int = 0
     drawn: list[int] = field(default_factory=list)
+    predicted: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, eq=False)

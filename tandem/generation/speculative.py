@@ -56,11 +56,16 @@ class History:
         guess: of the tokens that come next; empty where the newest token has not been seen before.
     """
 
-    def __init__(self, prompt: Sequence[int], limit: int) -> None:
-        """No token of the answer is known, which may have up to `limit`."""
+    def __init__(self, prompt: Sequence[int], limit: int, predicted: Sequence[int] = ()) -> None:
+        """No token of the answer is known, which may have up to `limit`.
+
+        Args:
+            predicted: as if the prompt's end had been answered so once before.
+        """
         self.guess: list[int] = []
-        self._ids = list(prompt)
-        self._end = len(prompt) + limit
+        before = [*prompt[-_LONGEST_MATCH:], *predicted] if predicted else []
+        self._ids = [*before, *prompt]
+        self._end = len(self._ids) + limit
         self._indexed = 0
         self._places: dict[int, list[int]] = {}  # of each token, but for the newest one
         self._match, self._forced = 0, False
@@ -197,7 +202,9 @@ class Speculator:
         """A token of a request has been drawn."""
         history = self._histories.get(request)
         if history is None:
-            history = self._histories[request] = History(request.prompt, request.limit)
+            history = self._histories[request] = History(
+                request.prompt, request.limit, request.predicted
+            )
         history.push(token_id)
 
     def forget(self, request: Request) -> None:

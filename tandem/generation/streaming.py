@@ -36,8 +36,7 @@ from tandem.models.versions import weights_of
 
 CHUNK_TOKENS = 512
 """Tokens of prompts that run between two tokens of the answers that stream."""
-DRAFT_ROWS = 32
-"""Rows of a step, the tokens that answers are likely to go on with among them."""
+DRAFT_ROWS = 32  # of a step, guessed tokens among them
 _LEAST_KEPT = 1024
 """Tokens that a conversation's memory has room for at the least, where the model has as many."""
 _KEPT_SAMPLERS = 64
@@ -158,6 +157,7 @@ class Conversations:
         top_logprobs: int = -1,
         constraint: Constraint | None = None,
         tools: str = "",
+        predicted: Sequence[int] = (),
     ) -> list[Handle]:
         """As `submit`, for several answers to one prompt, which is run once for all of them.
 
@@ -166,27 +166,21 @@ class Conversations:
                 its place; -1: keep none.
             constraint: the form that each answer must have; None: that of `sampling` and `tools`.
             tools: as in `submit`.
+            predicted: tokens that the answers are likely to have; they change none.
         Raises:
             GenerationError: as `submit`.
         """
         check_token_ids(vocabulary_size(self._model), prompt_ids, "the conversation")
         self._forget_if_changed()
         limit = answer_room(self._model, prompt_ids, sampling, self._max_tokens)
-        sampler = self._sampler_of(sampling)
         constraint = constraint or constraint_of(self._stops, sampling, prompt_ids, tools)
         requests = [
-            Request(
-                0,
-                tuple(prompt_ids),
-                sequence_key(seed, 0, 0, sample),
-                sampler,
-                limit,
-                watched_text(self._stops, sampling),
-                None if constraint is None else constraint.copy(),
-                top=top_logprobs,
-            )
+            self._request(prompt_ids, sequence_key(seed, 0, 0, sample), sampling, limit)
             for sample in range(samples)
         ]
+        for request in requests:
+            request.top, request.predicted = top_logprobs, tuple(predicted)
+            request.constraint = None if constraint is None else constraint.copy()
         if self._session is not None:
             self._session.submit(requests)
         else:
@@ -260,6 +254,12 @@ class Conversations:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _request(
+        self, prompt: Sequence[int], key: int, sampling: SamplingConfig, limit: int
+    ) -> Request:
+        sampler, text = self._sampler_of(sampling), watched_text(self._stops, sampling)
+        return Request(0, tuple(prompt), key, sampler, limit, text)
 
     def _sampler_of(self, sampling: SamplingConfig) -> Sampler:
         """The sampler that answers sampled alike share, which are then drawn together."""

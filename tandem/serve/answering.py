@@ -165,7 +165,7 @@ class Answering:
                 Generation(
                     self.loaded, prompt.token_ids, sampling, wanted.seed, wanted.n, top,
                     wanted.stops, wanted.stop_ids, wanted.min_tokens, self._decode, deliver, asked,
-                    prompt.constraint,
+                    prompt.constraint, prompt.predicted,
                 )
             )  # fmt: skip
         try:

@@ -78,7 +78,7 @@ class Generation:
     """Answers to one prompt. top_logprobs: -1: none. stop_ids: end an answer, beside the model's,
     behind min_tokens; their text is none of its. decode: ids to text. deliver: takes the events
     of each step, on the engine's thread. asked: None: the answers are not judged. constraint: the
-    form that they must have."""
+    form that they must have. predicted: ids of what they are likely to say."""
 
     loaded: Loaded
     prompt_ids: tuple[int, ...]
@@ -93,6 +93,7 @@ class Generation:
     deliver: Callable[[list[Progress]], None]
     asked: Asked | None = None
     constraint: Constraint | None = None
+    predicted: tuple[int, ...] = ()
     is_over: bool = False
 
 
@@ -225,6 +226,7 @@ class Engine:
                 samples=generation.samples,
                 top_logprobs=generation.top_logprobs,
                 constraint=generation.constraint,
+                predicted=generation.predicted,
             )
         except Exception as error:  # this request fails, and the others go on
             generation.is_over = True

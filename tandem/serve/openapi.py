@@ -24,6 +24,7 @@ from tandem.serve.schemas import (
     ref,
     whole_number,
 )
+from tandem.serve.turns import PARTS
 from tandem.types import Role
 from tandem.version import own_version
 
@@ -197,6 +198,10 @@ def _requests(models: list[str]) -> Json:
     prompt = [text, {**ids, "minItems": 1},
               {"type": "array", "minItems": 1, "maxItems": bodies.MOST_CHOICES,
                "items": {"anyOf": [text, {**ids, "minItems": 1}]}}]  # fmt: skip
+    parts = {"type": "array", "items": ref("Part")}
+    prediction = object_of(
+        {"type": {"const": "content"}, "content": {"anyOf": [text, parts]}}, "type", "content"
+    )
     choices = maybe(whole_number(1, bodies.MOST_CHOICES))
     top = maybe(whole_number(0, 20))
     return {
@@ -204,7 +209,7 @@ def _requests(models: list[str]) -> Json:
             {**both, **refused, **goes_on, "messages": turns, "tools": tools, "logprobs": flag(),
              "top_logprobs": top, "max_tokens": maybe(whole_number(1, _INT_MOST)),
              "max_completion_tokens": maybe(whole_number(1, _INT_MOST)),
-             "tool_choice": forms.described_choice()},
+             "tool_choice": forms.described_choice(), "prediction": maybe(prediction)},
             "messages",
         ),
         "CompletionRequest": object_of(
@@ -249,7 +254,7 @@ def _turn(text: Json) -> Json:
               for name in thoughts]  # fmt: skip
     function = {"name": {"type": "string", "pattern": "\\S"},
                 "arguments": {"type": ["object", "string"]}}  # fmt: skip
-    part = {"type": {"enum": list(bodies.PARTS)}, "text": text}
+    part = {"type": {"enum": list(PARTS)}, "text": text}
     return {
         "Turn": {
             "anyOf": [

@@ -24,7 +24,8 @@ class Prepared:
     """A prompt as ids. messages, tools: of a conversation; a text is one user's turn. text: what an
     echo repeats. thoughts: how answers to it have them. begun: what the assistant has said of its
     answer behind the messages, in the last `begun_tokens` ids. constraint: the form that answers
-    must have. renderer: by which it was made, where that is not the model's."""
+    must have. renderer: by which it was made, where that is not the model's. predicted: ids of what
+    answers are likely to say."""
 
     token_ids: tuple[int, ...]
     messages: tuple[Message, ...] = ()
@@ -35,6 +36,7 @@ class Prepared:
     begun_tokens: int = 0
     constraint: Constraint | None = None
     renderer: Renderer | None = None
+    predicted: tuple[int, ...] = ()
 
 
 async def prepare_chat(
@@ -46,6 +48,7 @@ async def prepare_chat(
     continues: bool = False,
     wish: Wish = NO_WISH,
     variables: tuple[tuple[str, str], ...] = (),
+    prediction: str = "",
     most: int | None = None,
     answers: int = 1,
 ) -> Prepared:
@@ -56,6 +59,7 @@ async def prepare_chat(
         continues: the last turn is the beginning of the answer; the ids end with it.
         wish: the form that answers must have.
         variables: of the chat template, that are set.
+        prediction: what answers are likely to say.
         most: tokens; a prompt that surely has more is refused before it is tokenized.
         answers: of the request, for which there is room.
     Raises:
@@ -71,9 +75,12 @@ async def prepare_chat(
             raise ApiError(str(error), "chat_template_kwargs") from None
         try:
             refuse_long(renderer, messages, tools, most)
+            if most is not None and (fewest := renderer.pieces.fewest(prediction)) > most:
+                raise _too_long(fewest, most, "prediction")
             if continues:
-                return _begun(renderer, messages)
+                return _begun(renderer, messages, prediction)
             row = renderer.prompt(messages, tools=tools)
+            predicted = _predicted(renderer, messages, prediction, row.token_ids, tools)
         except DataError as error:
             raise ApiError(str(error), "messages") from None
         if tools and renderer.hides_tools(messages):
@@ -82,7 +89,10 @@ async def prepare_chat(
             renderer.spoken("", tools, ())
         ids = tuple(row.token_ids)
         thoughts = thoughts_behind(renderer, ids)
-        return Prepared(ids, tuple(messages), tools=tools, thoughts=thoughts, renderer=renderer)
+        return Prepared(
+            ids, tuple(messages), tools=tools, thoughts=thoughts, renderer=renderer,
+            predicted=predicted,
+        )  # fmt: skip
 
     prepared = await service.in_text_thread(rendered, is_bounded=most is not None)
     if wish == NO_WISH:
@@ -100,15 +110,34 @@ async def prepare_chat(
     return replace(prepared, constraint=await service.in_form_thread(formed, answers))
 
 
-def _begun(renderer: Renderer, messages: Sequence[Message]) -> Prepared:
+def _predicted(
+    renderer: Renderer,
+    messages: Sequence[Message],
+    text: str,
+    prompt: Sequence[int],
+    tools: str = "",
+) -> tuple[int, ...]:
+    """A predicted answer's ids, behind those of the prompt; none where the template refuses it."""
+    if not text:
+        return ()
+    try:
+        whole = renderer.conversation(messages, text, IN_MEMORY, True, tools=tools)
+    except (DataError, ModelError):
+        return ()  # it would save time, no more
+    return tuple(whole.token_ids[len(prompt) :])
+
+
+def _begun(renderer: Renderer, messages: Sequence[Message], prediction: str) -> Prepared:
     """A conversation as ids, up to the end of the last turn's text."""
     *asked, last = messages
     row = renderer.conversation(asked, last.content, IN_MEMORY, True, goes_on=True)
     ids, begun = tuple(row.token_ids), last.content
+    predicted = _predicted(renderer, asked, prediction and begun + prediction, ids)
     thoughts = thoughts_within(renderer, begun) if begun else thoughts_behind(renderer, ids)
     return Prepared(
-        ids, tuple(asked), "", "", thoughts, begun, sum(row.response_mask), renderer=renderer
-    )
+        ids, tuple(asked), "", "", thoughts, begun, sum(row.response_mask), renderer=renderer,
+        predicted=predicted,
+    )  # fmt: skip
 
 
 def refuse_long(

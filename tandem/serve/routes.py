@@ -22,8 +22,6 @@ from tandem.serve.bodies import (
     read_completion,
     read_continues,
     read_extras,
-    read_messages,
-    read_tools,
 )
 from tandem.serve.connection import ClientGoneError, EventStream, read_body, unless_gone
 from tandem.serve.judging import Answered, Judging, finite, judge, sequence_logprobs
@@ -39,6 +37,7 @@ from tandem.serve.preparing import (
 )
 from tandem.serve.service import Service
 from tandem.serve.shapes import ChatShape, CompletionShape, Shape
+from tandem.serve.turns import read_messages, read_tools
 from tandem.types import Message
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -104,6 +103,7 @@ class Api:
                 continues=wanted.continues,
                 wish=wanted.wish,
                 variables=wanted.variables,
+                prediction=wanted.prediction,
                 most=self._service.engine.context_of(loaded),
                 answers=wanted.n,
             )

@@ -16,7 +16,7 @@ from tandem.serve.api_errors import ApiError
 
 TEMPLATE = ("chat_template", "documents")
 """Fields that change how turns are rendered."""
-CHAT = ("functions", "audio", "prediction", "web_search_options", "verbosity", "echo",
+CHAT = ("functions", "audio", "web_search_options", "verbosity", "echo",
         "reasoning", "thinking", *TEMPLATE)  # fmt: skip
 FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
          "guided_grammar", "json_schema", "regex", "ebnf", "grammar")  # fmt: skip
@@ -44,7 +44,7 @@ _SAMPLING = ("model", "n", "stop", "stop_token_ids", "seed", "max_tokens", "stre
              "repetition_penalty", "logit_bias", "ignore_eos", "logprobs", "tandem",
              *FORMS)  # fmt: skip
 OF_CHAT = (*_SAMPLING, "messages", "tools", "tool_choice", "top_logprobs", "parallel_tool_calls",
-           "max_completion_tokens", "reasoning_effort", "modalities", "function_call",
+           "max_completion_tokens", "prediction", "reasoning_effort", "modalities", "function_call",
            "continue_final_message", "add_generation_prompt", "chat_template_kwargs")  # fmt: skip
 OF_COMPLETION = (*_SAMPLING, "prompt", "echo", "best_of", "suffix")
 OF_SCORE = ("model", "messages", "tools", "tandem")

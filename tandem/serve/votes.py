@@ -29,7 +29,7 @@ from tandem.data.shapes.shaping import to_sample
 from tandem.files import lock, replace, sync
 from tandem.serve import fields
 from tandem.serve.api_errors import ApiError
-from tandem.serve.bodies import read_messages, read_tools
+from tandem.serve.turns import read_messages, read_tools
 from tandem.types import Source
 
 VERDICTS = ("left", "right", "best", "tie", "both_bad", "rewrite")

@@ -1,0 +1,62 @@
+"""OpenAI's predicted output: the same answer in fewer steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandem.generation.session import Session
+from tandem.generation.speculative import StepTimes
+from tests.generation.rollouts import bitwise
+from tests.serve.serving import CHAT, TestClient, ask, events
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows that were live in each step since it was cleared, where any number costs as much."""
+    made: list[int] = []
+    decode = Session._decode
+
+    def counted(self: Session) -> Any:
+        made.append(len(self.rows))
+        return decode(self)
+
+    monkeypatch.setattr(Session, "_decode", counted)
+    monkeypatch.setattr(StepTimes, "of", lambda self, rows: 1.0)
+    monkeypatch.setattr(StepTimes, "reach", 32)
+    return made
+
+
+@bitwise
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"logprobs": True, "top_logprobs": 2}])
+def test_what_was_predicted_is_the_same_answer_in_fewer_steps(
+    client: TestClient, steps: list[int], more: dict[str, Any]
+) -> None:
+    body = ask(max_tokens=40, min_tokens=40, seed=3, **more)
+    plain = client.post(CHAT, json=body).json()
+    alone = len(steps)
+    text = plain["choices"][0]["message"]["content"]
+    parts = [{"type": "text", "text": text[:20]}, {"type": "text", "text": text[20:]}]
+    for content in (text, parts):
+        steps.clear()
+        body["prediction"] = {"type": "content", "content": content}
+        made = client.post(CHAT, json=body).json()
+        assert (made["choices"], made["usage"]) == (plain["choices"], plain["usage"])
+        if "n" not in more:
+            assert len(steps) < 0.5 * alone
+    streamed = events(client.post(CHAT, json=body | {"stream": True}).text)
+    said = [e["choices"][0] for e in streamed if e["choices"] and e["choices"][0]["index"] == 0]
+    assert "".join(choice["delta"].get("content", "") for choice in said) == text
+
+
+@bitwise
+def test_another_answer_than_predicted_is_the_same_too(
+    client: TestClient, steps: list[int]
+) -> None:
+    body = ask(max_tokens=30, min_tokens=30, seed=4)
+    plain = client.post(CHAT, json=body).json()
+    for content in ("It is something else altogether.", "", " ", "\N{BLACK SQUARE}" * 30):
+        body["prediction"] = {"type": "content", "content": content}
+        made = client.post(CHAT, json=body).json()
+        assert (made["choices"], made["usage"]) == (plain["choices"], plain["usage"])
