@@ -7,15 +7,23 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants  # before HF_ENDPOINT is set, which it keeps
 
 from tandem.cli import main
 
 # The hub's client uploads large files in a way that its HTTP library advises against.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>'")
+
+
+_ROUTES = ("/api/repos/create", "/api/validate-yaml", "/api/models/you/model", "/you/model")
+"""What an upload asks for. What else the client asks, once a day, is none of the upload's."""
+_REGISTRY = "huggingface_hub.utils._detect_agent"
+"""Where newer clients ask for a list, without a token, if their cache has none of the last day."""
 
 
 class Hub:
@@ -68,8 +76,10 @@ class Hub:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def answer(self, path: str, body: bytes, headers: Any) -> tuple[int, Any]:
-        self.tokens.add(str(headers.get("Authorization")))
         path = path.partition("?")[0]
+        if not path.startswith(_ROUTES):
+            return 404, {"error": "not found"}
+        self.tokens.add(str(headers.get("Authorization")))
         if self.refuses:
             return 403, {"error": "no rights"}
         if path == "/api/repos/create":
@@ -100,11 +110,15 @@ class Hub:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     found = Hub()
     monkeypatch.setenv("HF_ENDPOINT", found.url)
     monkeypatch.setenv("HF_TOKEN", "hf_test")
     monkeypatch.setattr("huggingface_hub._commit_api.is_xet_available", lambda: False)
+    monkeypatch.setattr(constants, "ENDPOINT", found.url)
+    if find_spec(_REGISTRY):  # as in a home folder that is new
+        monkeypatch.setattr(f"{_REGISTRY}._registry", None)
+        monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "cache" / "list"))
     yield found
     found.server.shutdown()
     found.server.server_close()
