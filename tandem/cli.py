@@ -26,7 +26,7 @@ from tandem.config.spellings import listed
 from tandem.config.stages import stage_names
 from tandem.errors import ConfigError, DataError, Stopped, TandemError
 from tandem.files import not_a_run
-from tandem.garbage import collected_seldom
+from tandem.imports import loading
 from tandem.launch.failure import complain, leaving_at_signals, place_of
 from tandem.launch.flags import LaunchOptions, launch_help, take_launch_flags
 from tandem.plan.layout_flags import layout_help, take_layout_flags
@@ -224,15 +224,8 @@ def _models_of(config: RunConfig) -> list[str]:
     return [str(folder) for folder in folders if (folder / "config.json").exists()]
 
 
-def _loading(command: str) -> AbstractContextManager[None]:
-    """A line before the imports, which take seconds; what is to be around them."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"tandem {command}: loading PyTorch and transformers ...", flush=True)
-    return collected_seldom()
-
-
 def _run_stages(command: str, args: list[str], config: RunConfig) -> int:
-    with _loading(command):
+    with loading(command):
         from tandem.training.run_stages import train
 
     with _among_ranks(config) as world:
@@ -258,7 +251,7 @@ def _sample(debug: bool, args: list[str]) -> int:
     if options.is_needed and not is_launched():
         return _launch(["sample", *args], options, config, f"{settings.output}.logs", debug)
     with leaving_at_signals():
-        with _loading("sample"):
+        with loading("sample"):
             from tandem.training.sample.command import sample
         with _among_ranks(config) as world:
             progress = sample(settings, world)
@@ -285,7 +278,7 @@ def _demo(args: list[str]) -> int:
     parser = Parser("demo", "[--output-dir DIR]", _SUMMARIES["demo"], example).section("flags")
     parser.flag("--output-dir DIR", "The run's folder.", "runs/demo", type=home_path)
     folder = parser.parse_args(args).output_dir
-    with _loading("demo"):
+    with loading("demo"):
         from tandem.training.demo import demo
 
     return 0 if demo(folder) else 1
@@ -319,7 +312,7 @@ def _eval(args: list[str]) -> int:
     options = parser.parse_args(args)
     if options.prompts < 0:
         raise ConfigError(f"--prompts must be >= 0; got {options.prompts}.")
-    with _loading("eval"):
+    with loading("eval"):
         from tandem.training.comparing.eval_command import evaluate_run
 
     evaluate_run(
@@ -341,7 +334,7 @@ def _replay(args: list[str]) -> int:
     parser.flag("--stage NAME", f"Whose step: {listed(stage_names())}.", shown="the run's last")
     parser.flag("--rows N", "Sequences to show token by token.", 3)
     options = parser.parse_args(args)
-    with _loading("replay"):
+    with loading("replay"):
         from tandem.training.replay import replay
 
     return replay(options.run, options.step, stage=options.stage, rows=options.rows)
@@ -363,7 +356,7 @@ def _export(debug: bool, args: list[str]) -> int:
     if launched.is_needed and not is_launched():
         return _launch(["export", *args], launched, config, f"{options.output}.logs", debug)
     with leaving_at_signals():
-        with _loading("export"):
+        with loading("export"):
             from tandem.training.export import export
         with _among_ranks(config) as world:
             export(options.run, options.output, stage=options.stage, step=options.step, world=world)

@@ -22,8 +22,8 @@ PACKAGE = ROOT / "tandem"
 
 LAYERS = (
     ("errors", "message", "compact", "version"),
-    ("types", "text", "stopping", "yaml_text"),
-    ("config", "files", "garbage", "process", "processor", "devices", "named_functions"),
+    ("types", "text", "stopping", "yaml_text", "garbage"),
+    ("config", "files", "imports", "process", "processor", "devices", "named_functions"),
     ("ops", "tensor_files"),
     ("data", "models", "parallel", "objectives", "metrics"),
     ("generation", "checkpoint", "rewards"),

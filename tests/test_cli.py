@@ -67,7 +67,7 @@ def test_a_flag_that_is_given_twice_is_refused(capsys: pytest.CaptureFixture[str
     assert "tandem eval: --prompts must be given once; got it twice" in err
 
 
-@pytest.mark.parametrize("command", ["eval", "replay --step 1"])
+@pytest.mark.parametrize("command", ["eval", "replay --step 1", "push you/model", "chat", "serve"])
 def test_a_command_says_that_it_loads_before_it_does(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ from tandem.config.pages import Parser, home_path
 from tandem.config.spellings import listed
 from tandem.config.stages import latest_first
 from tandem.errors import ConfigError
+from tandem.imports import loading
 from tandem.serve.serve_command import check_place, place_flags
 
 
@@ -51,8 +52,9 @@ def chat_command(args: Sequence[str]) -> int:
         raise ConfigError(
             f"--regex must go without --json-schema; got {options.regex!r}. Remove one."
         )
+    with loading("chat"):
+        from tandem.serve.chat import chat
     from tandem.config.schema import SamplingConfig
-    from tandem.serve.chat import chat
     from tandem.serve.greedy import as_drawn
 
     sampling = SamplingConfig(

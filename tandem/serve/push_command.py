@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tandem.config.pages import Parser, home_path
 from tandem.config.spellings import listed
 from tandem.config.stages import latest_first
+from tandem.imports import loading
 
 
 def push_command(args: Sequence[str], summary: str) -> int:
@@ -32,7 +33,8 @@ def push_command(args: Sequence[str], summary: str) -> int:
     about = "List the files and upload nothing."
     parser.flag("--dry-run", about, False, shown="off", action="store_true")
     options = parser.parse_args(args)
-    from tandem.serve.push import push
+    with loading("push"):
+        from tandem.serve.push import push
 
     push(
         options.path,

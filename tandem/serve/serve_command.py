@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tandem.config.pages import Parser, home_path
 from tandem.errors import ConfigError
+from tandem.imports import loading
 from tandem.stopping import leaving_at_ctrl_c
 
 
@@ -47,8 +48,9 @@ def serve_command(args: Sequence[str]) -> int:
 
 def _serve(options: Namespace, key: str) -> int:
     try:
-        from tandem.serve.server import serve
-        from tandem.serve.service import ServeSettings
+        with loading("serve"):
+            from tandem.serve.server import serve
+            from tandem.serve.service import ServeSettings
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn"):
             raise
