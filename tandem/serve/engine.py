@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from tandem.config.schema import SamplingConfig
 from tandem.errors import GenerationError, TandemError
@@ -129,7 +130,7 @@ class Engine:
         self.slots, self._max_context = slots, max_context
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._running: dict[Loaded, _Running] = {}
-        self._retired: set[Loaded] = set()
+        self._retired: WeakSet[Loaded] = WeakSet()  # until nobody has them: requests may start late
         # A pause is rarer here than for prompts, and a small model needs more tokens to be busy.
         self._finished = JudgingQueue(4 * prefill_tokens)
         self._thread = threading.Thread(target=self._run, name="tandem-engine", daemon=True)
@@ -163,7 +164,7 @@ class Engine:
         return future
 
     def retire(self, loaded: Loaded) -> None:
-        """Free what a model holds here, once its answers have ended."""
+        """Free what a model holds here, once its answers have ended, those too that start later."""
         self._commands.put(lambda: self._retired.add(loaded))
 
     def close(self) -> None:
@@ -332,13 +333,10 @@ class Engine:
         running.talk.close()
 
     def _free_retired(self) -> None:
-        for loaded in list(self._retired):
-            running = self._running.get(loaded)
-            if running is None or not running.answers:
-                self._retired.discard(loaded)
-                if running is not None:
-                    del self._running[loaded]
-                    running.talk.close()
+        for loaded, running in list(self._running.items()):
+            if loaded in self._retired and not running.answers:
+                del self._running[loaded]
+                running.talk.close()
 
 
 def _waiting(

@@ -1,0 +1,15 @@
+"""What is said before the imports that take seconds, on a busy machine half a minute."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+
+from tandem.garbage import collected_seldom
+
+
+def loading(command: str) -> AbstractContextManager[None]:
+    """Say that a command loads libraries, at once; what is to be around their imports."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"tandem {command}: loading PyTorch and transformers ...", flush=True)
+    return collected_seldom()
