@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,8 @@ def _refuse_misspelled(path: str, folder: Path) -> None:
 
 
 def _offer_of_run(run: Path, base: str, is_nowhere: Callable[[str], bool]) -> Offer:
-    config = with_kept_template(load_config(run / "config.yaml"), run)
+    file = run / "config.yaml"
+    config = with_kept_template(_config_in(file, _stamp(file)), run)
     models: dict[str, ModelSource] = {}
     start = base or found_model(config.actor_model, run, "actor_model")
     gone = start if start and is_nowhere(start) else ""
@@ -161,6 +163,13 @@ def _offer_of_run(run: Path, base: str, is_nowhere: Callable[[str], bool]) -> Of
         config,
         gone,
     )
+
+
+@lru_cache(maxsize=8)
+def _config_in(file: Path, stamp: str) -> RunConfig:
+    """The configuration in a file as it was at its `_stamp`; reading it takes 0.1 s, and a server
+    that follows a run looks at each request."""
+    return load_config(file)
 
 
 def _nor_in_hub(model: str) -> str:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import pytest
+
+from tandem.config.load import load_config
+from tandem.config.schema import RunConfig
+from tandem.serve import sources
 from tests.serve.serving import CHAT, ask, serving
 
 
@@ -12,12 +18,33 @@ def test_a_request_that_starts_on_a_replaced_model_leaves_none_of_its_memory(
 ) -> None:
     with serving(served_run, follow=True) as client:
         first = client.post(CHAT, json=ask(model="sft")).json()["choices"]
-        service = client.service  # type: ignore[attr-defined]
+        served = client.service  # type: ignore[attr-defined]
         for _ in range(2):  # prepared while it was replaced, they start behind
-            service.engine.retire(service._slots["sft"].loaded)
+            served.engine.retire(served._slots["sft"].loaded)
             assert client.post(CHAT, json=ask(model="sft")).json()["choices"] == first
-            service.engine.compute(lambda: None).result(120)
-            assert service.engine.free_blocks() == {}
+            served.engine.compute(lambda: None).result(120)
+            assert served.engine.free_blocks() == {}
         assert client.post(CHAT, json=ask(model="sft")).json()["choices"] == first
-        service.engine.compute(lambda: None).result(120)
-        assert service.engine.free_blocks() == {}
+        served.engine.compute(lambda: None).result(120)
+        assert served.engine.free_blocks() == {}
+
+
+def test_a_configuration_is_read_again_where_it_has_changed(
+    served_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Path(shutil.copytree(served_run, tmp_path / "run"))
+    read: list[Path] = []
+
+    def counted(file: Path) -> RunConfig:
+        read.append(file)
+        return load_config(file)
+
+    monkeypatch.setattr(sources, "load_config", counted)
+    with serving(run, follow=True) as client:
+        for _ in range(3):
+            client.get("/v1/models")
+        assert read == [run / "config.yaml"]
+        text = (run / "config.yaml").read_text()
+        (run / "config.yaml").write_text(f"{text}\n")
+        assert len(client.get("/v1/models").json()["data"]) == 5
+        assert len(read) == 2
