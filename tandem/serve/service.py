@@ -40,6 +40,8 @@ _MOST_FORM_SECONDS = 30.0
 """Of a request that waits for others' forms. One takes some 50 ms, or 2 s if it is made to."""
 _QUICK_FORM_SECONDS = 0.5
 """Of a form's trial; one that takes longer is tried again among such forms."""
+_RETRY_SECONDS = 10.0
+"""Before a newer version that could not be loaded is tried again: trying may take seconds."""
 _ALIASES = {f"{s.name}-{p.folder}": p.label for s in STAGES for p in s.policies}
 """Further names: `ppo-ema` for what chat calls `ema`."""
 
@@ -81,8 +83,11 @@ class ServeSettings:
 
 @dataclass(eq=False)
 class _Slot:
-    """A model that is loaded, or being loaded."""
+    """A model that is loaded, or being loaded. failed: the newer version that could not be, which
+    is not tried again before `retry`, of `time.monotonic`."""
 
+    failed: tuple[ModelSource, str] | None = None
+    retry: float = 0.0
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
     loaded: Loaded | None = None
     scalar: LoadedScalar | None = None
@@ -226,16 +231,18 @@ class Service:
         slot = self._slots.setdefault(source.name, _Slot())
         async with slot.loading:
             old = slot.loaded
-            if old is not None and not (self.settings.follow and _changed(old, source)):
+            if old is not None and not (self.settings.follow and _is_newer(source, slot)):
                 return old
-            settings, config = self.load_settings, self.offer.config
+            settings, config, version = self.load_settings, self.offer.config, source.version()
             slot.loaded = (
                 await self._load(
                     lambda: load_policy(source, settings, config), source, old is not None
                 )
                 or old
             )
-            if old is not None and slot.loaded is not old:
+            if slot.loaded is old:
+                slot.failed, slot.retry = (source, version), time.monotonic() + _RETRY_SECONDS
+            elif old is not None:
                 self.engine.retire(old)
             assert slot.loaded is not None
             return slot.loaded
@@ -352,16 +359,12 @@ class Service:
         try:
             loop = asyncio.get_running_loop()
             return await asyncio.shield(loop.run_in_executor(self._loader, load))
-        except TandemError as error:
+        except (TandemError, OSError, RuntimeError, MemoryError) as error:
             if has_older:  # a checkpoint that is being written; the older one still answers
                 return None
-            raise ApiError(f"model {source.name} cannot be loaded: {error}", status=500) from error
-        except (RuntimeError, MemoryError) as error:
-            raise ApiError(
-                f"model {source.name} cannot be loaded: {type(error).__name__}. Is there memory "
-                "for it?",
-                status=500,
-            ) from error
+            is_told = isinstance(error, TandemError | OSError)
+            why = str(error) if is_told else f"{type(error).__name__}. Is there memory for it?"
+            raise ApiError(f"model {source.name} cannot be loaded: {why}", status=500) from error
 
 
 @contextmanager
@@ -373,8 +376,12 @@ def _told(number: str, why: dict[str, str]) -> Iterator[None]:
         why[number] = str(error)
 
 
-def _changed(loaded: Loaded, source: ModelSource) -> bool:
-    return loaded.source != source or loaded.version != source.version()
+def _is_newer(source: ModelSource, slot: _Slot) -> bool:
+    """Whether a model's files are another version than was loaded, and worth trying now."""
+    loaded, version = slot.loaded, source.version()
+    if loaded is not None and (loaded.source, loaded.version) == (source, version):
+        return False
+    return slot.failed != (source, version) or time.monotonic() >= slot.retry
 
 
 def load_settings(settings: ServeSettings) -> LoadSettings:
