@@ -84,8 +84,11 @@ class Offsets:
         waiting = [*self._waiting, *token_ids]
         places, place, num_settled, settled = [], self._place, 0, self._decoder.getstate()
         for token_id in waiting:
-            places.append(place)
-            written = self._decoder.decode(self._tokens.of(token_id))
+            raw, (before, _) = self._tokens.of(token_id), self._decoder.getstate()
+            written = self._decoder.decode(raw)
+            # Bytes that wait for the rest of a character, and end here without it, are U+FFFD.
+            broken = before if raw and not 0x80 <= raw[0] < 0xC0 else b""
+            places.append(place + len(broken.decode("utf-8", errors="replace")))
             has_come = place + len(written) <= len(text)
             if not self._tokens.is_added(token_id) or text.startswith(written, place):
                 if place == 0 and written.startswith(" ") and not text.startswith(" "):

@@ -346,6 +346,8 @@ def test_offsets_are_in_the_text_that_is_shown() -> None:
     assert Offsets(token_bytes).of(ids, text) == [0, 0, 4, 9, 11, 11, 12]
     assert Offsets(token_bytes).of(ids[2:], " upon a\u00e9 a") == [0, 5, 7, 7, 8]
     assert Offsets(token_bytes).of([0, 1], "<s> Once") == [0, 3]
+    assert tokenizer.decode([2, 4, 3, 4, 0]) == " upon\ufffd a\ufffd<s>".removeprefix(" ")
+    assert Offsets(token_bytes).of([2, 4, 3, 4, 0], " upon\ufffd a\ufffd<s>") == [0, 5, 6, 8, 9]
     # The text of some tokens is held back until it can be no stop string.
     by_and_by = Offsets(token_bytes)
     heard = [(ids[:2], ""), (ids[2:3], "On"), (ids[3:5], "Once up"), (ids[5:], text)]
