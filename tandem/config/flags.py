@@ -35,10 +35,12 @@ from tandem.config.spellings import (
     SWITCH,
     asks_nothing,
     conversion,
+    dashed,
     knob_meant,
     listed,
     note_of,
     plain,
+    value_meant,
     without_no,
 )
 from tandem.config.stages import (
@@ -284,14 +286,15 @@ class _CommandLine:
                 off = " ".join([flag, *values]) if values else "off"  # the former is refused
                 self.given[name] = off if negated else (values or ["on"])[0]
             elif values:
-                self.given[name] = values[0]
+                is_ours = dashed(flag) in self._flags
+                self.given[name] = values[0] if is_ours else value_meant(flag[2:], values[0])
             else:
                 self.given.pop(name, None)
                 self.problems.append(f"{_flag(name)} must have a value; got none")
 
     def _knob(self, flag: str) -> tuple[str, bool]:
         """The knob that a flag sets and whether it is `--no-knob`; "" for an unknown flag."""
-        ours = _dashed(flag)
+        ours = dashed(flag)
         if ours in self._flags:
             return self._flags[ours], False
         negated = ours.startswith("--no-")
@@ -302,7 +305,7 @@ class _CommandLine:
         if not knob or (negated and knob_types().get(knob) is not bool):
             return "", negated
         if is_alias:
-            self.notes.append(note_of(name, flag, f"--{'no-' * negated}{_dashed(knob)}"))
+            self.notes.append(note_of(name, flag, f"--{'no-' * negated}{dashed(knob)}"))
         return knob, negated
 
     def _meant(self, name: str) -> str:
@@ -329,7 +332,7 @@ class _CommandLine:
         hint = ""
         if equals:
             is_off = asks_nothing(name, value, self._section)
-            is_known = is_off or f"--{_dashed(name)}" in self._flags or self._meant(name)
+            is_known = is_off or f"--{dashed(name)}" in self._flags or self._meant(name)
             hint = f"Write --{word}" if is_known else self._hint(f"--{name}")
         return f"{word!r} belongs to no flag. {hint}".rstrip(" .")
 
@@ -348,8 +351,9 @@ class _CommandLine:
         """What to write instead of an unknown flag; empty if nothing is close."""
         name = without_no(flag.lstrip("-"), self._section)
         own = [self._stage] if self._stage else [*DEFAULT]
-        if self._rl:
-            own = [self._rl] if conversion(name, self._rl) else [*own, self._rl]
+        if self._rl:  # in place of the default one
+            rest = [stage for stage in own if stage != rl_stage(DEFAULT).name]
+            own = [self._rl] if conversion(name, self._rl) else [*rest, self._rl]
         spell = _flag if "." in flag else lambda name: self._shorts.get(name, _flag(name))
         return advice(name, self._read_knobs, own, spell)
 
@@ -379,7 +383,7 @@ def _read(value: Any, hint: Any) -> Any:
 
 
 def _flag(name: str) -> str:
-    return f"--{_dashed(name)}"
+    return f"--{dashed(name)}"
 
 
 def short_flags(section: str) -> dict[str, str]:
@@ -394,7 +398,3 @@ def short_flags(section: str) -> dict[str, str]:
             del shorts[knob]
             shorts[own] = text.replace(f"{other}-", f"{section}-")
     return {knob: f"--{text}" for knob, text in shorts.items()}
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, field, fields
+from dataclasses import MISSING, Field, field, fields
 from os.path import expanduser
 from typing import Any
 
@@ -88,3 +88,10 @@ def require_sections(config: Any) -> None:
                 f"Write {section.__name__}(...), or build_config({{{f.name!r}: {{...}}}}), which "
                 "takes mappings."
             )
+
+
+def bounds_text(knob: Field[Any]) -> str:
+    """A knob's range in words, such as ">= 0 and < 1"; empty if it has none."""
+    symbols = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    bounds: dict[str, float] = knob.metadata.get("bounds", {})
+    return " and ".join(f"{symbols[name]} {bound:g}" for name, bound in bounds.items())

@@ -16,11 +16,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from tandem.config.knob import Unset
+from tandem.config.knob import Unset, bounds_text
 from tandem.config.nearest import advice, got
 from tandem.config.rules import rule_problems
 from tandem.config.schema import RunConfig, rl_section
-from tandem.config.spellings import asks_nothing, conversion, knob_meant, note_of, with_dotted
+from tandem.config.spellings import (
+    asks_nothing,
+    conversion,
+    knob_meant,
+    note_of,
+    value_meant,
+    with_dotted,
+)
 from tandem.config.stages import defaults_of, of_family, rl_stage, stage_names, stage_of
 from tandem.config.updates import answers_per_step
 from tandem.config.yaml_file import read_file
@@ -277,7 +284,7 @@ def _without_aliases(
         if any(knob.startswith(f"{name}.") for knob in knobs):
             kept[key] = _without_aliases(value, f"{name}.", knobs, others, section)
         elif name not in knobs and (knob := knob_meant(name, knobs, section)):
-            others += [(name, knob, value)] if value is not None else []
+            others += [(name, knob, value_meant(name, value))] if value is not None else []
         elif name in knobs or not asks_nothing(name, value, section):
             kept[key] = value
     return kept
@@ -363,9 +370,6 @@ def _convert(value: Any, hint: Any) -> Any:
     raise ValueError(names[hint])
 
 
-_SYMBOLS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-
-
 def _type_problems(config: RunConfig) -> typing.Iterator[str]:
     """Knobs of a wrong type in a configuration written in Python."""
     if not isinstance(config, RunConfig):
@@ -391,9 +395,3 @@ def range_problems(config: Any, prefix: str = "") -> typing.Iterator[str]:
             yield f"{prefix}{f.name} must be finite; got {value}"
         elif not all(getattr(operator, name)(value, bound) for name, bound in bounds.items()):
             yield f"{prefix}{f.name} must be {bounds_text(f)}; got {value!r}"
-
-
-def bounds_text(knob: dataclasses.Field[Any]) -> str:
-    """A knob's range in words, such as ">= 0 and < 1"; empty if it has none."""
-    bounds: dict[str, float] = knob.metadata.get("bounds", {})
-    return " and ".join(f"{_SYMBOLS[name]} {bound:g}" for name, bound in bounds.items())

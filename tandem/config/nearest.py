@@ -21,7 +21,7 @@ from tandem.config.spellings import (
     spelled,
     within,
 )
-from tandem.config.stages import stage_of
+from tandem.config.stages import is_of_critic, stage_of
 from tandem.text import class_name
 
 _WITHOUT_SECTION = """
@@ -68,6 +68,8 @@ def advice(
     """
     names, sections = list(known), [section_meant(wanted, stage) for stage in stages]
     sentences = conversion_advice(wanted, names, sections, spell)
+    if told := _of_no_critic(wanted, names, sections, stages, spell):
+        return told
     if len(stages) == 1:  # its section may hold knobs of another stage alone
         own = stage_of(stages[0])
         names = [name for name in names if not within([own.section], [name]) or own.reads(name)]
@@ -76,6 +78,25 @@ def advice(
     ):
         sentences.insert(0, f"Did you mean {listed([spell(name) for name in near])}?")
     return " ".join(sentences)
+
+
+def _of_no_critic(
+    wanted: str,
+    names: Sequence[str],
+    sections: Sequence[str],
+    stages: Sequence[str],
+    spell: Callable[[str], str],
+) -> str:
+    """What to say of a name that means knobs of a critic where the RL stage has none; else ""."""
+    running = [stage for name in stages if (stage := stage_of(name)).family == "rl"]
+    if not running or any(stage.has_critic for stage in running):
+        return ""
+    found = conversion(wanted, sections[0] if len(sections) == 1 else "")
+    meant = ending(found[0], names) if found else nearest_knobs(wanted, names, sections)
+    if not meant or not all(is_of_critic(knob) for knob in meant):
+        return ""
+    knobs = listed([spell(name) for name in meant])
+    return f"It means {knobs}, and {running[0].name} has no critic; remove it."
 
 
 def empty_list(flag: str, hint: Any) -> str:

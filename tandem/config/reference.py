@@ -9,8 +9,9 @@ from itertools import groupby
 from typing import Literal
 
 from tandem.config.flags import show_value
+from tandem.config.knob import bounds_text
 from tandem.config.knob_facts import knob_docs, knob_types
-from tandem.config.load import bounds_text, config_knobs
+from tandem.config.load import config_knobs
 from tandem.config.nearest import SHORT_NAMES
 from tandem.config.spellings import (
     ALIASES,

@@ -32,6 +32,9 @@ that name in one section, or for the command of one stage."""
 OFF_ANYWAY = frozenset(_TABLES["off_anyway"].split())
 """Names above with which false or 0 asks for what holds anyway."""
 
+MINUS_ONE_IS_OFF = frozenset(_TABLES["minus_one_is_off"].split())
+"""Names above with which -1 means what 0 means here."""
+
 SWITCH = dict.fromkeys(("on", "true", "yes", "1"), True)
 SWITCH |= dict.fromkeys(("off", "false", "no", "0"), False)
 """What a switch's words mean."""
@@ -53,6 +56,11 @@ _OF_ALL_STAGES = ("stages",)
 def spelled(name: str) -> str:
     """A flag's or a key's name with underscores."""
     return name.replace("-", "_")
+
+
+def dashed(name: str) -> str:
+    """A flag's or a key's name with dashes."""
+    return name.replace("_", "-")
 
 
 def plain(name: str) -> str:
@@ -146,9 +154,23 @@ def asks_nothing(name: str, value: Any, section: str = "") -> bool:
     is not set, or it switches off what is off here."""
     if value is None:
         return conversion(name, section) is not None
+    is_off = _is_zero(value_meant(name, value)) or SWITCH.get(str(value).lower()) is False
     name = plain(name)
-    is_off = SWITCH.get(str(value).lower()) is False
     return is_off and not OFF_ANYWAY.isdisjoint((name, name.rpartition(".")[2]))
+
+
+def value_meant(name: str, value: Any) -> Any:
+    """What a value of another trainer's name is here: 0 for a -1 that switches it off."""
+    is_off = plain(name).rpartition(".")[2] in MINUS_ONE_IS_OFF and str(value) == "-1"
+    return type(value)(0) if is_off else value
+
+
+def _is_zero(value: Any) -> bool:
+    """Whether it is a number that is 0, as a number or in words."""
+    try:
+        return float(value) == 0
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def without_no(name: str, section: str = "") -> str:

@@ -128,6 +128,9 @@ class Stage:
         return section not in sections() or knob in self.knobs
 
 
+_OF_CRITIC = ("critic", "critic_warmup_steps", "value_clip")
+"""Knobs and groups of a stage's section that speak of its critic."""
+
 STAGES: tuple[Stage, ...] = (
     Stage(
         name="sft",
@@ -275,7 +278,7 @@ STAGES: tuple[Stage, ...] = (
         policies=(Policy("online-dpo", "actor"), Policy("online-dpo-ema", "ema")),
         freezes=("reference", "reward"),
         unread=(
-            *("critic", "critic_warmup_steps", "value_clip", "gamma", "lam", "whiten_advantages"),
+            *(*_OF_CRITIC, "gamma", "lam", "whiten_advantages"),
             *("kl_coef", "kl_in", "kl_coef_target", "kl_horizon", "clip_ratio", "entropy_coef"),
             *("early_stop_kl", "ratio_tolerance", "ptx_data", "ptx_coef", "ptx_batch_size"),
             *("loss_function", "advantage_function"),
@@ -291,6 +294,15 @@ STAGES: tuple[Stage, ...] = (
 
 DEFAULT = ("sft", "reward", "ppo")
 """What `tandem train` runs by default."""
+
+
+def is_of_critic(knob: str) -> bool:
+    """Whether a knob, by its dotted name, speaks of a critic beside the policy."""
+    section, _, name = knob.partition(".")
+    return any(
+        stage.has_critic and stage.section == section and name.split(".")[0] in _OF_CRITIC
+        for stage in STAGES
+    )
 
 
 def stage_names() -> tuple[str, ...]:

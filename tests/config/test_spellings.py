@@ -214,7 +214,11 @@ def test_a_key_with_the_same_meaning_is_read_with_one_note(
         ("grpo", "--soft_punish_cache 9", "Use --grpo.overlong-penalty and --grpo.overlong-buffer"),
         ("sft", "--loss_type nll", "Use --sft.loss: nll or dft"),
         ("online-dpo", "--beta 0.1", "Use --dpo.beta: the same value"),
-        ("grpo", "--critic.grad_clip 1", "Did you mean --ppo.critic.max-grad-norm?"),
+        ("grpo", "--critic.grad_clip 1", "It means --ppo.critic.max-grad-norm, and grpo has no"),
+        ("grpo", "--critic_warmup 9", "It means --ppo.critic-warmup-steps, and grpo has no"),
+        ("online-dpo", "--trainer.critic_warmup 9", "and online-dpo has no critic; remove it"),
+        ("train", "--stages sft grpo --critic_warmup 9", "and grpo has no critic; remove it"),
+        ("train", "--critic_warmup 9", "Use --ppo.critic-warmup-steps: rollouts that train the"),
         ("ppo", "--algorithm.kl_ctrl.target_kl 1", "Use --ppo.kl-coef-target: in nats per answer"),
         ("ppo", "--actor_rollout_ref.actor.clip_ratio_low 0.2", "Use --ppo.clip-ratio: the same"),
         ("grpo", "--actor_rollout_ref.actor.clip_ratio_low 0.2", "Use --grpo.clip-low: the same"),
@@ -243,10 +247,34 @@ def test_a_flag_with_another_meaning_is_answered_with_the_right_one(
         "--no_load_in_8bit --no-fp16 --no_no_cuda",
         "--actor_rollout_ref.actor.fsdp_config.param_offload=False --trainer.critic_warmup 0",
         "--critic.model.fsdp_config.optimizer_offload False --whiten_rewards False",
+        "--fp16 0.0 --critic_warmup=0.0 --use_peft 0. --freezing_actor_steps -1",
     ],
 )
 def test_a_flag_that_switches_off_what_is_off_anyway_is_read(flags: str) -> None:
     assert read(f"{flags} --seed 3", "ppo") == read("--seed 3", "ppo")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--save_steps -1 --eval_steps -1 --top_k -1",
+        "--ckpt.save_steps=-1 --trainer.test_freq -1 --actor_rollout_ref.rollout.top_k=-1",
+    ],
+)
+def test_minus_one_switches_off_what_another_trainer_switches_off_by_it(flags: str) -> None:
+    config, notes = read(flags, "grpo")
+    assert (config.save_every, config.grpo.eval_every, config.sampling.top_k) == (0, 0, 0)
+    assert "(0 or -1 saves only at the end of each stage)" in "; ".join(notes)
+    assert "sampling.top_k must be >= 0; got -1" in refused("--sampling.top-k -1")
+
+
+def test_minus_one_in_a_file_is_off_too(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("save_steps: -1\ntop_k: -1\nfp16: 0.0\nsft: {epochs: 2.0}\nmax_steps: -1\n")
+    config, _ = read(f"--config {file}", "sft")
+    assert (config.save_every, config.sampling.top_k, config.sft.max_steps) == (0, 0, 0)
+    file.write_text("sampling: {top_k: -1}\n")
+    assert "sampling.top_k must be >= 0; got -1" in refused(f"--config {file}", "sft")
 
 
 def test_a_key_that_switches_off_what_is_off_anyway_is_read(tmp_path: Path) -> None:
