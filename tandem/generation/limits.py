@@ -88,10 +88,13 @@ def check_prompts(model: PreTrainedModel, prompts: Sequence[PromptRow], new_toke
         raise GenerationError("generate must get at least one prompt; got none.")
     require_tokens(new_tokens)
     limit, size = max_positions(model), vocabulary_size(model)
-    for row in prompts:
+    for number, row in enumerate(prompts, 1):
         require_rendered(row)
         if len(row) == 0:
-            raise GenerationError(f"{row.source}: a prompt must have tokens; got none.")
+            raise GenerationError(
+                f"{row.source}: a prompt must have tokens; got none in prompt {number} of "
+                f"{len(prompts)}. Leave it out, or render it with a chat template."
+            )
         check_token_ids(size, row.token_ids, str(row.source))
         if limit is not None and len(row) + new_tokens > limit:
             raise GenerationError(

@@ -216,7 +216,13 @@ class Rendering:
         samples = self._readable(samples, judges, use)
 
         def render(sample: Sample, renderer: RendersRows) -> PromptRow:
-            return renderer.prompt(sample.prompt, sample.columns, sample.source, sample.tools)
+            row = renderer.prompt(sample.prompt, sample.columns, sample.source, sample.tools)
+            if not len(row):
+                raise DataError(
+                    f"{sample.source}: a prompt must have tokens; got none of "
+                    f"{excerpt(sample.prompt[-1].content)}. Change the row, or use a chat template."
+                )
+            return row
 
         def shorten(row: PromptRow) -> Fitted[PromptRow]:
             return fit_prompt(

@@ -152,6 +152,7 @@ def test_answers_must_have_room_for_a_token() -> None:
     [
         ((), "at least one prompt; got none"),
         ((0,), "memory:1: a prompt must have tokens; got none"),
+        ((5, 0), r"got none in prompt 2 of 2\. Leave it out"),
         ((900,), "must fit the model's"),
     ],
 )

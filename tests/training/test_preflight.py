@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from tandem.config.flags import parse_run_flags
 from tandem.config.load import build_config, check_config
 from tandem.config.lora import LoraConfig
 from tandem.config.schema import ParallelConfig, RunConfig
-from tandem.errors import ConfigError, ModelError
+from tandem.errors import ConfigError, DataError, ModelError
 from tandem.parallel import watchdog
 from tandem.parallel.world import World
 from tandem.training import sft
@@ -365,3 +366,33 @@ def test_rows_that_a_template_rejects_say_why_once(
     assert "chat template none" in told[0]
     measured = sum(n for note, n in account.notes.items() if note.endswith("(measuring)"))
     assert 0 < measured <= 41, "each held-out row once, in however many ways it is measured"
+
+
+@pytest.mark.parametrize("on_bad_row", ["error", "drop"])
+def test_a_prompt_of_which_no_token_is_left_is_a_bad_row(
+    tmp_path: Path, tiny_model: str, on_bad_row: str
+) -> None:
+    """A tokenizer may remove all of a text that is not blank. The run ended at the step that drew
+    the prompt, whatever was to happen to bad rows."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    file = model / "tokenizer.json"
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    tokenizer["normalizer"] = {"type": "Replace", "pattern": {"String": "?"}, "content": ""}
+    tokenizer["post_processor"] = None
+    file.write_text(json.dumps(tokenizer), encoding="utf-8")
+    data = tmp_path / "prompts.jsonl"
+    write_jsonl(data, [{"prompt": text} for text in ("Say cat", "???", "Say dog")])
+    config = tiny_config(
+        tmp_path / "run", str(model), str(data), stages=["ppo"],
+        dataset={"chat_template": "none", "heldout": 0.0, "on_bad_row": on_bad_row},
+    )  # fmt: skip
+    if on_bad_row == "error":
+        told = r"prompts\.jsonl:2: a prompt must have tokens; got none of '\?\?\?'\. Change the row"
+        with pytest.raises(DataError, match=told):
+            prepare_rows(config, str(model), str(model))
+        return
+    rows = prepare_rows(config, str(model), str(model))
+    assert [row.messages[0].content for row in rows.prompts] == ["Say cat", "Say dog"]
+    (why,) = rows.ledger.datasets["prompts"].dropped
+    assert "a prompt must have tokens" in why
