@@ -17,7 +17,8 @@ class OptimizerConfig:
     lora_learning_rate: float = knob(2e-4, gt=0, common=SUPERVISED)
     """Peak learning rate of adapters, which need 10 to 20 times that of full weights."""
     weight_decay: float = knob(0.0, ge=0)
-    """AdamW's decoupled weight decay, on matrices only (not on norms and biases)."""
+    """AdamW's decoupled weight decay, on matrices only: not on norms, biases and a recurrence's
+    A_log, D and dt_bias, in whatever shape. Embeddings are matrices."""
     betas: tuple[float, float] = knob((0.9, 0.95))
     """AdamW's betas; 0.95 forgets the old policy faster than 0.999 (DeepSpeed-Chat's values)."""
     schedule: Literal["cosine", "linear", "constant"] = knob("cosine")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tandem.config.optimizer import OptimizerConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.engine.grad_norm_guard import SpikeGuard
+from tandem.engine.parameter_groups import parameter_groups
 from tandem.errors import BadStepError, CheckpointError, ModelError
 from tandem.parallel.dtensor import Saved, as_piece, fill, local, part_of, whole_of
 from tandem.parallel.masters import (
@@ -365,26 +366,3 @@ class Learner:
             factor = learning_rate_factor(self.steps_taken, self.num_steps, self.settings)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
-
-
-def parameter_groups(
-    model: nn.Module, settings: OptimizerConfig
-) -> Iterator[dict[str, list[nn.Parameter] | float]]:
-    """The trained parameters by learning rate and decay, without empty groups.
-
-    Only matrices decay, not biases and norms. Adapters (`lora_A`, `lora_B`) have their own learning
-    rate.
-    """
-    chosen: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            is_adapter = "lora_" in name
-            chosen.setdefault((is_adapter, parameter.dim() >= 2), []).append(parameter)
-    for (is_adapter, decays), parameters in sorted(chosen.items()):
-        peak = settings.lora_learning_rate if is_adapter else settings.learning_rate
-        yield {
-            "params": parameters,
-            "weight_decay": settings.weight_decay if decays else 0.0,
-            "lr": peak,
-            "peak_lr": peak,
-        }

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedConfig
 
 from tandem.config.engine import engine_settings
 from tandem.config.parallel import OptimizerStates, ParallelConfig
 from tandem.config.schema import OptimizerConfig, RunConfig
 from tandem.engine.ema import MovingAverage
 from tandem.engine.forward import Rows
-from tandem.engine.learner import Learner, learning_rate_factor, parameter_groups
+from tandem.engine.learner import Learner, learning_rate_factor
 from tandem.engine.oom import MicroBatchBudget
+from tandem.engine.parameter_groups import decays, parameter_groups
 from tandem.engine.update import LossTerm, MicroBatchLoss, Update, _accumulated
 from tandem.errors import CheckpointError, ModelError, NumericsError
+from tandem.models.load import new_causal_lm
 from tandem.parallel.masters import MasterAdamW
 from tandem.parallel.shard import ShardPlan, shard
 from tandem.parallel.world import World
+from tests.models.decoders import decoder_config
+from tests.models.hybrid_families import hybrid_config
 from tests.ranks import on_ranks
 
 
@@ -67,6 +73,42 @@ def test_groups_split_by_decay_and_adapter_and_leave_the_frozen_out() -> None:
     groups = list(parameter_groups(model, settings))
     found = {(g["weight_decay"], g["lr"]): len(g["params"]) for g in groups}
     assert found == {(0.1, 1e-3): 1, (0.0, 1e-3): 3, (0.1, 1e-2): 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "spared"),
+    [
+        (lambda: hybrid_config("falcon_mamba"), {"A_log"}),
+        (lambda: hybrid_config("zamba"), {"A_log", "D", "dt_proj_bias"}),
+        (lambda: hybrid_config("kimi_linear"), {"A_log"}),
+        (lambda: hybrid_config("mamba2"), set()),
+        (lambda: hybrid_config("recurrent_gemma"), {"input_gate_bias", "recurrent_gate_bias"}),
+        (lambda: decoder_config("gpt_oss"), {"gate_up_proj_bias", "down_proj_bias"}),
+        (lambda: decoder_config("cohere qk"), {"q_norm.weight", "k_norm.weight"}),
+        (lambda: decoder_config("inkling2_text"), {"scale"}),
+        (lambda: decoder_config("gpt2"), set()),
+    ],
+)
+def test_what_is_no_matrix_does_not_decay_in_whatever_shape(
+    config: Callable[[], PreTrainedConfig], spared: set[str]
+) -> None:
+    model = new_causal_lm(config(), seed=0)
+    for name, parameter in model.named_parameters():
+        of_none = name.endswith(tuple(spared)) if spared else False
+        assert decays(model, name) == (parameter.dim() > 1 and not of_none), name
+    found = {name for name in spared if any(n.endswith(name) for n, _ in model.named_parameters())}
+    assert found == spared
+    recurrent = [n for n, _ in model.named_parameters() if n.endswith(("A_log", ".D", "dt_bias"))]
+    assert not any(decays(model, name) for name in recurrent)
+
+
+def test_a_scalar_head_and_an_adapter_of_rank_1_decay() -> None:
+    model = Model()
+    model.layer = nn.Linear(3, 1)
+    model.lora_A = nn.Parameter(torch.randn(1, 2))
+    assert decays(model, "layer.weight")
+    assert decays(model, "lora_A")
+    assert not decays(model, "layer.bias")
 
 
 def test_a_frozen_model_is_refused() -> None:
