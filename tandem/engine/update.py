@@ -126,7 +126,7 @@ class Update:
         norm = update.grad_norms.get("critic")
 
     Without loss scaling each model steps as soon as it has learned. In fp16 all of them step at the
-    end, once every gradient is known to be finite, or none does.
+    end, once every loss and gradient is known to be sound, or none does.
 
     Attributes:
         grad_norms: norms before the clip, by the names of the models that stepped.
@@ -139,6 +139,7 @@ class Update:
         self.scaling: dict[str, float] = {}
         self._budget = budget
         self._waiting: list[Learner] = []
+        self._is_refused = False
 
     def learn(
         self,
@@ -162,7 +163,11 @@ class Update:
             OutOfMemoryError: a micro-batch or the optimizer's step does not fit into memory.
         """
         work = partial(self._gradient, learner, terms, check, begun)
-        means, ready = self._budget.retry_on_oom(learner, work)
+        try:
+            means, ready = self._budget.retry_on_oom(learner, work)
+        except BaseException:
+            self._is_refused = True
+            raise
         if ready is None:
             self._waiting.append(learner)
         else:
@@ -200,7 +205,7 @@ class Update:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         waiting, self._waiting = self._waiting, []
-        if error is not None:
+        if error is not None or self._is_refused:
             for learner in waiting:
                 learner.forget()
             return

@@ -224,7 +224,9 @@ class PPOTrainer:
                 texts = self._ptx_batch(step, number) if trains_actor else None
                 with left_out(minibatch, skip), Update(self.budget) as update:
                     if engine.critic_learner is not None:
-                        with left_out(minibatch, skip):
+                        # In fp16 they step together, so without the critic the actor does not.
+                        together = engine.critic_learner.scaler is not None
+                        with left_out(minibatch, None if together else skip):
                             self._update_critic(
                                 update, engine.critic_learner, minibatch, log, begun
                             )

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from tandem.data.render import Renderer
+from tandem.engine.forward import Rows
 from tandem.engine.hybrid import RLHFEngine
 from tandem.engine.learner import Learner
+from tandem.engine.update import LossTerm, MicroBatchLoss, Update
 from tandem.errors import BadStepError
 from tandem.models import packed
 from tandem.models.load import load_tokenizer
@@ -22,6 +24,7 @@ from tandem.models.replayed import replayed_states
 from tandem.ops import native
 from tandem.parallel.dtensor import whole
 from tandem.parallel.world import World
+from tandem.training import ppo_trainer
 from tandem.training.algorithm import AdvantagesOf
 from tandem.training.make_engine import make_engine
 from tandem.training.ppo_trainer import PPOTrainer
@@ -437,3 +440,62 @@ def test_a_rollout_that_is_refused_leaves_no_gradient(tiny_model: str, tmp_path:
     with pytest.raises(BadStepError, match="values of the rollout must be finite"):
         trainer.generate_experience(prompts, step=1, begins_update=True)
     assert all(p.grad is None for p in critic.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("bad", ["critic", "actor"])
+def test_a_loss_that_is_not_finite_stops_both_models_in_fp16_and_its_own_else(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, bad: str
+) -> None:
+    """In fp16 all models step or none, whatever was not finite: a gradient or a loss."""
+    trainer, prompts = make(tiny_model, tmp_path, dtype=dtype, **ONE_UPDATE)
+    made = trainer.generate_experience(prompts, step=1)
+    module, name = ppo_trainer, f"{bad}_loss"
+    plain = getattr(module, name)
+
+    def overflowed(*args: Any, **knobs: Any) -> MicroBatchLoss:
+        found = plain(*args, **knobs)
+        return replace(found, loss=found.loss * torch.inf)
+
+    def weights() -> dict[str, Tensor]:
+        learners = trainer.engine.learners.values()
+        return {
+            learner.name: torch.cat([whole(w).flatten() for w in learner.weights().values()])
+            for learner in learners
+        }
+
+    before, skipped = {n: w.clone() for n, w in weights().items()}, list[str]()
+    monkeypatch.setattr(module, name, overflowed)
+    trainer.train_rlhf(made, step=1, skip=lambda why, _: skipped.append(str(why)))
+    assert len(skipped) == 1
+    assert skipped[0].startswith(f"{bad}: the loss must be finite")
+    stepped = {name for name, now in weights().items() if not torch.equal(now, before[name])}
+    assert stepped == (set() if dtype == "fp16" else {"actor", "critic"} - {bad})
+    monkeypatch.setattr(module, name, plain)
+    trainer.train_rlhf(trainer.generate_experience(prompts, step=2), step=2)
+    assert all(not torch.equal(now, before[name]) for name, now in weights().items())
+
+
+def test_an_update_of_which_one_model_is_refused_steps_no_other_in_fp16(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    """In a loop of one's own, which hears of the error inside the update."""
+    trainer, prompts = make(tiny_model, tmp_path, dtype="fp16", **ONE_UPDATE)
+    batch = trainer.generate_experience(prompts, step=1).batch
+    engine = trainer.engine
+    assert engine.critic_learner is not None
+
+    def term(factor: float) -> LossTerm:
+        def loss(rows: Rows) -> MicroBatchLoss:
+            part = batch.select(rows.host)
+            return MicroBatchLoss(engine.actor_logprobs(part, with_entropy=False)[0].sum() * factor)
+
+        return LossTerm(batch.lengths().tolist(), 8.0, loss)
+
+    with Update(trainer.budget) as update:
+        with pytest.raises(BadStepError):
+            update.learn(engine.critic_learner, [term(torch.inf)])
+        update.learn(engine.actor_learner, [term(1.0)])
+    assert engine.actor_learner.steps_taken == 0
+    assert update.grad_norms == {}
+    assert all(p.grad is None for p in engine.actor.parameters())
