@@ -59,21 +59,32 @@ def constants(kind: str, name: str = "") -> Constants:
 def section_for(sections: Iterable[str], kind: str, name: str) -> str:
     """Of a file's sections (`gpu`, `cpu`, `cpu MAKER`, `cpu GENERATION with INSTRUCTIONS` ...) the
     one that says most of what is in a machine's name."""
-    own = [s for s in sections if s.startswith(f"{kind} ") and _names(s.partition(" ")[2], name)]
+    own = [s for s in sections if s.startswith(f"{kind} ") and _is_of(s.partition(" ")[2], name)]
     return max(own, key=len, default=kind)
 
 
-def _names(text: str, name: str) -> bool:
-    """Whether a name has the text, as whole words: model 1 is not model 17."""
-    return re.search(rf"{re.escape(text)}(?!\w)", name) is not None
+def _is_of(text: str, name: str) -> bool:
+    """Whether a section's text is of the machine with this name: its generation, alone or with its
+    instructions, or whole words of what else it is called. Zen is not Zen 4, nor model 1 model 17.
+    """
+    generation = _generation(name)
+    if text in (generation, generation.partition(" with ")[0]):
+        return True
+    return re.search(rf"(?<!\w){re.escape(text)}(?!\w)", name.replace(generation, "")) is not None
+
+
+def _generation(name: str) -> str:
+    """The processor's generation and instructions, with which a machine's name ends
+    (`processor.kind`); none where the system did not tell them."""
+    told = re.search(r": ([^:()]+)\)?$", name)
+    return told[1] if told else ""
 
 
 def own_section(sections: Iterable[str], name: str) -> str:
-    """The section that constants fitted on a CPU belong to: its generation's, which the name of the
-    machine has (`processor.kind`); without one, that which served."""
-    machine = name.removesuffix(")")
-    _, told, generation = machine.rpartition(": ")
-    return f"cpu {generation}" if told else section_for(sections, "cpu", name)
+    """The section that constants fitted on a CPU belong to: its generation's; without one, that
+    which served."""
+    generation = _generation(name)
+    return f"cpu {generation}" if generation else section_for(sections, "cpu", name)
 
 
 @cache

@@ -38,6 +38,23 @@ def test_the_section_that_says_most_of_a_machine_serves() -> None:
     assert section_for(sections, "cpu", machine.format("AVX-512")) == "cpu Zen 4 with AVX-512"
     assert section_for(sections, "cpu", "this machine (AMD EPYC: Zen 5 with AVX2)") == "cpu AMD"
     assert section_for(sections, "cpu", "this machine (AMD EPYC)") == "cpu AMD", "kept from before"
+    unmeasured = "machine not measured: memory only ({})"
+    assert section_for(sections, "cpu", unmeasured.format("AMD EPYC")) == "cpu AMD"
+    kind = "AMD EPYC: Zen 4 with AVX2"
+    assert section_for(sections, "cpu", unmeasured.format(kind)) == "cpu Zen 4 with AVX2"
+    assert section_for(sections, "cpu", kind) == "cpu Zen 4 with AVX2"
+
+
+def test_a_generation_is_told_whole() -> None:
+    sections = ("cpu", "cpu Zen", "cpu Zen 3", "cpu family 25, model 1", "gpu")
+    machine = "this machine (AMD EPYC: {})"
+    assert section_for(sections, "cpu", machine.format("Zen with AVX2")) == "cpu Zen"
+    assert section_for(sections, "cpu", machine.format("Zen 4 with AVX2")) == "cpu"
+    assert section_for(sections, "cpu", machine.format("Zen 3 with AVX2")) == "cpu Zen 3"
+    assert section_for(sections, "cpu", machine.format("Zen 3")) == "cpu Zen 3"
+    told = machine.format("family 25, model {}")
+    assert section_for(sections, "cpu", told.format(1)) == "cpu family 25, model 1"
+    assert section_for(sections, "cpu", told.format(17)) == "cpu"
 
 
 def test_fitted_constants_belong_to_a_generation() -> None:
