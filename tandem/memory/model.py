@@ -185,13 +185,15 @@ class Role:
     """One model's bytes on one rank.
 
     resting: always on the device. host: in host memory beside a GPU. working: on the device only
-    while this model runs. backward: in addition, only while it trains.
+    while this model runs. backward: in addition, only while it trains. moments: of resting, those
+    of the optimizer, which the first update makes.
     """
 
     resting: Bytes
     host: Bytes
     working: Bytes
     backward: Bytes
+    moments: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,13 +201,15 @@ class MemoryPlan:
     """Bytes per rank of one step.
 
     resting: in every phase, by `role: name`. phases: what each adds, by name. loading: while models
-    are read and checked. host: in host memory beside a GPU.
+    are read and checked. host: in host memory beside a GPU. moments: of resting, those of all
+    optimizers, which the first update makes.
     """
 
     resting: Bytes
     phases: dict[str, Bytes]
     loading: Bytes = field(default_factory=dict)
     host: Bytes = field(default_factory=dict)
+    moments: float = 0.0
 
     def peak(self, phase: str) -> int:
         """The most bytes in use in a phase, or in `load`."""
@@ -250,18 +254,19 @@ def role_memory(shape: Shape, layout: Layout) -> Role:
     device: Bytes = {}
     host: Bytes = device if layout.on_cpu else {}
     (host if layout.offload_params else device)["weights"] = _resting(shape, layout) / pieces
+    moments = STATE_BYTES[layout.optimizer_states] * trained / pieces
+    is_on_host = layout.offload_optimizer or layout.offload_params
+    here = 1.0 if layout.on_cpu or not is_on_host else 1 - layout.offload_share
     if trained:
-        states = {"AdamW": STATE_BYTES[layout.optimizer_states] * trained / pieces}
+        states = {"AdamW": moments}
         if layout.has_masters:
             states["masters"] = FLOAT * trained / pieces
         if layout.has_gradients_on_host:
             states["gradients kept"] = FLOAT * trained / pieces
-        is_on_host = layout.offload_optimizer or layout.offload_params
-        if is_on_host and layout.offload_share < 1 and not layout.on_cpu:
-            share = layout.offload_share
+        if 0 < here < 1:
             beside = {k: v for k, v in states.items() if layout.half or k != "masters"}
-            device |= {f"{name} on the GPU": (1 - share) * b for name, b in beside.items()}
-            states = {name: share * b for name, b in states.items()}
+            device |= {f"{name} on the GPU": here * b for name, b in beside.items()}
+            states = {name: layout.offload_share * b for name, b in states.items()}
         (host if is_on_host else device).update(states)
         device |= _rounding_errors(layout, trained)
         if layout.moving_average:
@@ -271,7 +276,8 @@ def role_memory(shape: Shape, layout: Layout) -> Role:
         is_there = layout.offload_params if layout.lora_rank else is_on_host
         (host if is_there else device).update(beside)
     backward = _gradients(shape, layout, trained) if trained else {}
-    return Role(device, {} if layout.on_cpu else host, working_bytes(shape, layout), backward)
+    beside_gpu = {} if layout.on_cpu else host
+    return Role(device, beside_gpu, working_bytes(shape, layout), backward, here * moments)
 
 
 def _rounding_errors(layout: Layout, trained: float) -> Bytes:

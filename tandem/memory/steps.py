@@ -90,6 +90,7 @@ def supervised_memory(
         phases={"train": _training(shape, layout, roles["model"], tokens, answered, later)},
         host=_named(roles, "host"),
         loading=_loading(layouts, roles, checks),
+        moments=_moments(roles),
     )
 
 
@@ -159,6 +160,7 @@ def ppo_memory(
         phases=phases,
         loading=_loading(layouts, roles, checks),
         host=_named(roles, "host"),
+        moments=_moments(roles),
     )
 
 
@@ -276,6 +278,10 @@ def _named(roles: dict[str, Role], part: str) -> Bytes:
         for role, memory in roles.items()
         for name, size in getattr(memory, part).items()
     }
+
+
+def _moments(roles: Mapping[str, Role]) -> float:
+    return sum(role.moments for role in roles.values())
 
 
 def _in_flight_of(layouts: Iterable[tuple[Shape, Layout]]) -> float:

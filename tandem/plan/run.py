@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from transformers import PreTrainedConfig
 
@@ -58,7 +60,7 @@ def plan_memory(
     work = work_of(config, stage, ranks, rows)
     plan = stage_memory(StageCase(config, stage, models, work, place, ranks))
     own = {name: parts for name, parts in plan.phases.items() if not _is_beside(name)}
-    return MemoryPlan(plan.resting, own, plan.loading, plan.host)
+    return replace(plan, phases=own)
 
 
 def _is_beside(phase: str) -> bool:

@@ -219,12 +219,11 @@ def _add_first_touches(
     """To each phase, the clearing and writing of memory by which it is the first to raise what the
     process holds. Freed memory stays with the process, so only loading, the rehearsal, which is not
     timed, and the first step pay; the system takes long to find and clear pages."""
-    moments = sum(size for part, size in memory.resting.items() if "AdamW" in part)
     held = 0.0
     for name in ("load", "rehearse", *OF_A_STEP):
         peak = max((float(memory.peak(i)) for i in _of_phase(name, memory)), default=0.0)
         if name not in ("load", "train"):  # the first update makes the moments
-            peak -= moments
+            peak -= memory.moments
         times_of = 1 if name == "load" else steps
         if name in times and times_of:
             new = pace.moving(2.0 * max(0.0, peak - held) / times_of)
@@ -279,7 +278,7 @@ def _with_memory(
         time = times.get(name)
         if hardware.on_cpu:
             if name == "rehearse":  # moments are not written yet, so they are not resident
-                peak -= sum(size for part, size in memory.resting.items() if "AdamW" in part)
+                peak -= memory.moments
             if name in ("rehearse", "train"):  # freed memory stays with the process
                 peak = kept = max(kept, peak)
             reserved = peak + beside

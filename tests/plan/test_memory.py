@@ -249,6 +249,27 @@ def test_offload_moves_states_to_the_host() -> None:
     assert here.backward == {"gradients": 4000, "gradient under way": 400}
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(is_trained=False),
+        Layout(lora_rank=2, optimizer_states="8bit"),
+        Layout(ranks=4, stage=1, half=True),
+        Layout(offload_optimizer=True, half=True),
+        Layout(offload_optimizer=True, half=True, on_cpu=True),
+        Layout(offload_optimizer=True, offload_share=0.75),
+        Layout(offload_optimizer=True, offload_share=0.75, on_cpu=True),
+        Layout(offload_params=True, offload_share=0.5),
+    ],
+)
+def test_moments_are_those_at_rest_on_the_device(layout: Layout) -> None:
+    role = role_memory(SHAPE, layout)
+    assert role.moments == sum(size for name, size in role.resting.items() if "AdamW" in name)
+    plan = supervised_memory(SHAPE, layout, tokens=10, answered=10, reference=True)
+    assert plan.moments == role.moments  # the reference has none
+
+
 def test_smaller_moments_and_gradients_that_stay() -> None:
     for states, size in (("bf16", 4000), ("8bit", 2000 * (1 + 4 / 256))):
         layout = Layout(half=True, optimizer_states=states)  # type: ignore[arg-type]
