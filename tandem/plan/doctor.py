@@ -58,7 +58,7 @@ def doctor_command(args: Sequence[str]) -> int:
 
 def examine(*, speed: bool) -> dict[str, Any]:
     """Everything that the command shows, as JSON has it."""
-    cache, cache_bytes = _cache()
+    cache, why_no_cache, cache_bytes = _cache()
     rates = [product_rate(*shape, dtype) for dtype in _DTYPES for shape in _SHAPES] if speed else []
     return {
         "processor": processor.kind(),
@@ -76,6 +76,7 @@ def examine(*, speed: bool) -> dict[str, Any]:
             },
             "compiler": native.compiler(),
             "cache_folder": cache,
+            "why_no_cache_folder": why_no_cache,
         },
         "products": [dataclasses.asdict(rate) for rate in rates],
         "memory_bytes_per_second": memory_rate() if speed else None,
@@ -89,14 +90,13 @@ def examine(*, speed: bool) -> dict[str, Any]:
     }
 
 
-def _cache() -> tuple[str, int]:
-    """The folder for what is built and measured, and the bytes free there; else why there is
-    none."""
+def _cache() -> tuple[str | None, str, int | None]:
+    """The folder for what is built and measured, or why there is none; the bytes free there."""
     try:
         folder = cache_folder()
-        return str(folder), shutil.disk_usage(existing(folder)).free
+        return str(folder), "", shutil.disk_usage(existing(folder)).free
     except OSError as error:
-        return f"none: {error}", 0
+        return None, str(error), None
 
 
 def _missing() -> list[str]:
@@ -138,6 +138,7 @@ def _show(facts: Mapping[str, Any]) -> None:
     gpus = ", ".join(
         f"{card['name']} ({card['memory_bytes'] / 2**30:.0f} GiB)" for card in facts["gpus"]
     )
+    cache_bytes = facts["free_cache_disk_bytes"]
     cores = f"{counted(facts['cores'], 'core')}, {counted(facts['threads'], 'torch thread')}"
     rows = {
         "processor": f"{facts['processor']}, {cores}",
@@ -155,9 +156,9 @@ def _show(facts: Mapping[str, Any]) -> None:
         ),
         "system": f"Python {facts['python']}, {facts['system']}",
         "free": f"{facts['free_memory_bytes'] / 2**30:.1f} GiB of memory, "
-        f"{facts['free_disk_bytes'] / 2**30:.0f} GiB of disk here, "
-        f"{facts['free_cache_disk_bytes'] / 2**30:.0f} GiB for the cache",
-        "cache folder": built["cache_folder"],
+        f"{facts['free_disk_bytes'] / 2**30:.0f} GiB of disk here"
+        + ("" if cache_bytes is None else f", {cache_bytes / 2**30:.0f} GiB for the cache"),
+        "cache folder": built["cache_folder"] or f"none: {built['why_no_cache_folder']}",
     }
     if facts["memory_bytes_per_second"]:
         rows["memory"] = (

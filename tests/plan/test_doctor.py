@@ -70,14 +70,22 @@ def test_without_a_compiler_it_says_how_to_get_one(
     facts = examine(speed=False)
     assert "C++ compiler: apt install g++, or set CXX." in facts["missing"]
     assert facts["free_cache_disk_bytes"] > 0
+    assert facts["native"]["cache_folder"] == str(tmp_path / "not" / "there")
+    assert facts["native"]["why_no_cache_folder"] == ""
 
 
-def test_a_user_without_a_home_folder_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_folder_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("TANDEM_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     facts = examine(speed=False)
-    assert facts["native"]["cache_folder"].endswith("no home folder for a cache; set TANDEM_CACHE")
+    why = "this user has no home folder for a cache; set TANDEM_CACHE"
+    assert facts["native"]["cache_folder"] is facts["free_cache_disk_bytes"] is None
+    assert facts["native"]["why_no_cache_folder"] == why
+    doctor_command(["--no-speed"])
+    assert f"cache folder    none: {why}" in capsys.readouterr().out
     assert known_machine() is None, "a plan measures this machine and keeps nothing"
 
 
