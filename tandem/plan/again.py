@@ -8,12 +8,12 @@ from pathlib import Path
 from tandem.config.load import load_config
 from tandem.config.recorded import with_found_models
 from tandem.config.stages import stage_of
-from tandem.predict.constants import constants
+from tandem.predict.constants import Constants, constants
 from tandem.predict.hardware import Hardware
 from tandem.predict.memory import Models
 from tandem.predict.models import config_of, configs_beside
 from tandem.predict.record import EVALUATE, WHOLE, Outcome, add_outcomes, read_outcomes
-from tandem.predict.rows import Rows
+from tandem.predict.rows import recorded_rows
 from tandem.predict.seconds import PhaseWork
 from tandem.predict.stage import StagePrediction, predict_stage
 
@@ -39,19 +39,18 @@ def _prediction(folder: Path, whole: Outcome, hardware: Hardware) -> StagePredic
     policy = config_of(config.actor_model or config.reward_model)
     value = config_of(config.reward_model) if config.reward_model else policy
     models = Models.of(policy, value, **configs_beside(config))
-    rows = Rows(**whole.rows)
+    rows = recorded_rows(whole.rows)
     return predict_stage(config, stage_of(whole.stage), models, rows, hardware, whole.ranks)
 
 
 def _with(outcome: Outcome, found: StagePrediction) -> Outcome:
     known = constants(found.hardware.kind, found.hardware.name)
-    outcome = replace(outcome, hardware=found.hardware.name, constants=known.fitted_on)
-    if outcome.phase == EVALUATE and outcome.terms and outcome.predicted_seconds is not None:
-        # Held-out rows are not recorded, so their forwards stay as they were counted.
-        coefficients = known.phases.get(EVALUATE) or known.phases["score"]
-        return replace(
-            outcome, predicted_seconds=PhaseWork(dict(outcome.terms)).seconds(coefficients)
-        )
+    outcome = replace(
+        outcome, hardware=found.hardware.name, constants=known.fitted_on,
+        slack_bytes=known.slack(outcome.ranks),
+    )  # fmt: skip
+    if outcome.phase == EVALUATE:
+        return _evaluated(outcome, found, known)
     if outcome.phase == WHOLE:
         return replace(
             outcome,
@@ -70,3 +69,17 @@ def _with(outcome: Outcome, found: StagePrediction) -> Outcome:
         parts=phase.live,
         terms=phase.terms or {},
     )
+
+
+def _evaluated(outcome: Outcome, found: StagePrediction, known: Constants) -> Outcome:
+    """An evaluation. Of a run from before held-out rows were recorded, their forwards stay as they
+    were counted."""
+    if outcome.predicted_seconds is None:
+        return outcome
+    if found.evaluations is not None:
+        each, terms = found.evaluations.each, found.evaluations.terms
+        return replace(outcome, predicted_seconds=each, terms=terms)
+    if not outcome.terms:
+        return outcome
+    coefficients = known.phases.get(EVALUATE) or known.phases["score"]
+    return replace(outcome, predicted_seconds=PhaseWork(dict(outcome.terms)).seconds(coefficients))

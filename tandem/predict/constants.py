@@ -37,6 +37,10 @@ class Constants:
     per_rank: float
     fitted_on: str
 
+    def slack(self, ranks: int) -> float:
+        """Bytes of what is fitted to runs' memory, of a run on so many ranks."""
+        return self.step + (self.per_rank if ranks > 1 else 0.0)
+
 
 def constants(kind: str, name: str = "") -> Constants:
     """Those for a CPU or a GPU.
@@ -47,13 +51,23 @@ def constants(kind: str, name: str = "") -> Constants:
     Raises:
         ConfigError: the file named by TANDEM_PLAN_CONSTANTS cannot be used.
     """
-    found = _read(os.environ.get(CONSTANTS) or str(SHIPPED))
+    found = sections_in_use()
     values = dict(found[section_for(found, kind, name)])
     slack = values.pop("slack_mib")
     fitted = str(values.pop("fitted_on"))
     names = ("imports", "row", "step", "per_rank")
     imports, row, step, per_rank = (slack[name] * MEBIBYTE for name in names)
     return Constants(values, imports, row, step, per_rank, fitted)
+
+
+def sections_in_use() -> dict[str, Any]:
+    """The content of the file that constants come from; it is kept, so copy before a change.
+
+    Raises:
+        ConfigError: the file named by TANDEM_PLAN_CONSTANTS cannot be used.
+    """
+    found: dict[str, Any] = _read(os.environ.get(CONSTANTS) or str(SHIPPED))
+    return found
 
 
 def section_for(sections: Iterable[str], kind: str, name: str) -> str:

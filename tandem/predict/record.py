@@ -34,8 +34,9 @@ class Outcome:
     predicted_bytes, measured_bytes: the peak, of a CPU resident. seconds: of a step (load: once);
     predicted_seconds is CPU seconds of a rank on a CPU, where cpu_seconds was measured, and None
     where the machine's speed was not known. process_bytes: resident before any model. parts: of the
-    predicted live bytes. terms: what
-    the time was predicted from. case: a word on the run, for tables.
+    predicted live bytes. slack_bytes: of the predicted, what was fitted to other runs' memory; None
+    in records from before it was kept. terms: what the time was predicted from. rows: of the whole
+    stage, which it was predicted from, held-out ones included. case: a word on the run, for tables.
     """
 
     stage: str
@@ -47,6 +48,7 @@ class Outcome:
     measured_bytes: float
     live_bytes: float = 0.0
     process_bytes: float = 0.0
+    slack_bytes: float | None = None
     predicted_seconds: float | None = None
     measured_seconds: float | None = None
     cpu_seconds: float | None = None
@@ -101,7 +103,9 @@ def _outcome(line: Mapping[str, Any]) -> Outcome:
     """The outcome in one decoded line; TypeError if it is not one."""
     found = Outcome(**mapping(line))
     required = (found.predicted_bytes, found.measured_bytes, found.live_bytes, found.process_bytes)
-    given = (found.predicted_seconds, found.measured_seconds, found.cpu_seconds)
+    given = (
+        found.predicted_seconds, found.measured_seconds, found.cpu_seconds, found.slack_bytes
+    )  # fmt: skip
     if not all(isinstance(number, int | float) for number in required):
         raise TypeError
     if not all(number is None or isinstance(number, int | float) for number in given):

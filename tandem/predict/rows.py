@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 S = TypeVar("S", str, tuple[int, ...])
 """A text, or its tokens."""
@@ -51,6 +51,14 @@ class Heldout:
     labelled: Rows = Rows()
     prompts: Rows = Rows()
     ptx: Rows = Rows()
+
+
+def recorded_rows(values: Mapping[str, Any]) -> Rows:
+    """Rows from their fields, as a record of a run has them; before held-out rows were recorded
+    these were None."""
+    heldout = values.get("heldout")
+    kinds = heldout and {kind: Rows(**found) for kind, found in heldout.items()}
+    return Rows(**{**values, "heldout": kinds and Heldout(**kinds)})
 
 
 def rows_of(lengths: Sequence[Sequence[tuple[int, int]]], count: int, source: str) -> Rows:

@@ -264,8 +264,7 @@ def _with_memory(
     num_rows: int,
 ) -> dict[str, Phase]:
     known = constants(hardware.kind, hardware.name)
-    beside = hardware.process + known.imports + known.step + (known.per_rank if ranks > 1 else 0.0)
-    beside += known.row * num_rows
+    beside = hardware.process + known.imports + known.slack(ranks) + known.row * num_rows
     in_order = ("load", "rehearse", *times, "normalize")
     names = {name: _of_phase(name, memory) for name in in_order}
     found: dict[str, Phase] = {}

@@ -61,14 +61,14 @@ class Forecast:
         # How many answers a conversation comes to have is not known.
         converses = isinstance(section, RLConfig) and section.converses
         self._knows_times = known is not None and not converses
-        models, self._rows = models_in_use(run, stage, rows), measured_rows(run, stage, rows)
-        known_rows = replace(self._rows, heldout=measured_heldout(rows))
+        models, own = models_in_use(run, stage, rows), measured_rows(run, stage, rows)
+        self._rows = replace(own, heldout=measured_heldout(rows))
         name = known.name if known else processor.kind()
         slack = constants("cpu", name)  # which the prediction adds
         without = self._process - slack.imports - slack.row * self._rows.count
         hardware = replace(known or _unmeasured(run, without), per_node=run.world.ranks_per_node)
         return predict_stage(
-            run.config, stage_of(stage), models, known_rows, hardware, run.world.size
+            run.config, stage_of(stage), models, self._rows, hardware, run.world.size
         )
 
     @contextmanager
@@ -139,6 +139,7 @@ class Forecast:
         # A rank that waits for others, or for the cores, loses wall time: one thread's CPU time is
         # what is predicted.
         in_cpu = hardware.on_cpu and hardware.cores == 1
+        known = constants(hardware.kind, hardware.name)
         return Outcome(
             stage=self._stage,
             phase=name,
@@ -149,6 +150,7 @@ class Forecast:
             measured_bytes=float(whole.peak_bytes),
             live_bytes=phase.peak,
             process_bytes=self._process,
+            slack_bytes=known.slack(self._run.world.size),
             predicted_seconds=phase.seconds if self._knows_times else None,
             measured_seconds=whole.seconds / max(1, times),
             cpu_seconds=whole.cpu_seconds / max(1, times) if in_cpu else None,
@@ -156,7 +158,7 @@ class Forecast:
             parts=phase.live,
             terms=phase.terms or {},
             rows=asdict(self._rows) if name == WHOLE else {},
-            constants=constants(hardware.kind, hardware.name).fitted_on,
+            constants=known.fitted_on,
         )
 
     def _show(self, whole: Outcome) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from tandem.config.load import build_config
 from tandem.config.stages import in_order, stage_of
 from tandem.metrics.log import read_metrics
+from tandem.plan.again import predict_again
 from tandem.plan.knobs import nested
 from tandem.plan.lengths import rows_by_stage
 from tandem.predict.constants import constants
@@ -18,8 +19,8 @@ from tandem.predict.evaluation import num_evaluations, num_policies
 from tandem.predict.hardware import find_hardware
 from tandem.predict.memory import Models
 from tandem.predict.models import config_of, config_of_shape
-from tandem.predict.record import EVALUATE, read_outcomes
-from tandem.predict.rows import Heldout, Rows
+from tandem.predict.record import EVALUATE, add_outcomes, read_outcomes
+from tandem.predict.rows import Heldout, Rows, recorded_rows
 from tandem.predict.stage import StagePrediction, predict_stage
 from tandem.training.measured_rows import measured_heldout
 from tandem.training.stage_data import prepare_rows
@@ -139,6 +140,16 @@ def test_a_run_writes_what_its_evaluations_take_beside_what_was_predicted(
         ).evaluations
         assert plan is not None
         assert outcome.predicted_seconds == pytest.approx(plan.each, rel=0.05), stage.name
+    # Held-out rows are recorded: what is predicted again is of these and today's formulas.
+    add_outcomes(folder, [replace(o, predicted_seconds=1e9, terms={}) for o in found.values()])
+    predict_again(folder, CPU)
+    again = {o.stage: o for o in read_outcomes(folder) if o.phase == EVALUATE}
+    for stage, outcome in found.items():
+        assert again[stage].predicted_seconds == pytest.approx(outcome.predicted_seconds), stage
+        assert again[stage].terms == pytest.approx(outcome.terms)
+        assert again[stage].slack_bytes == outcome.slack_bytes == constants("cpu").slack(1)
+    assert recorded_rows(asdict(ROWS)) == ROWS
+    assert recorded_rows(asdict(ONE)) == ONE, "from before they were recorded"
 
 
 def test_held_out_answers_are_measured_with_a_shared_prompt_once(tmp_path: Path) -> None:
