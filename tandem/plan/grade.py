@@ -6,13 +6,14 @@ import copy
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError
-from tandem.predict.constants import MEBIBYTE, SHIPPED, own_section, section_for
+from tandem.plan.fitting import coefficients
+from tandem.predict.constants import MEBIBYTE, own_section, section_for, sections_in_use
 from tandem.predict.record import (
     EVALUATE,
     OF_A_STEP,
@@ -21,14 +22,10 @@ from tandem.predict.record import (
     Outcome,
     read_outcomes,
 )
-from tandem.yaml_text import shipped_table
+from tandem.text import counted
 
 MEMORY_GOAL, TIME_GOAL = 0.10, 0.25
 _FITTED = ("load", *OF_A_STEP, EVALUATE)
-_PULL, _HELD = 0.02, {"products": 0.5, "first": 0.5}
-"""How strongly a coefficient is held where it was, in units of a run's relative error. Products are
-measured by themselves, so a few runs of small models must not explain everything by them. What a
-first step costs more (runs record every step's time) must not pass for what each step costs."""
 _LONG = {"load": 0.5}
 """By how much of a power of its seconds a run counts more. Small models load in tenths of a second,
 twice as long in one run as in the next; where users wait, large ones are loaded."""
@@ -142,21 +139,26 @@ def summary(found: Sequence[Outcome]) -> list[str]:
 
 
 def refit(folders: Sequence[Path]) -> dict[str, Any]:
-    """The package's constants, and beside them those of the CPUs that runs were made on, each kind
-    of processor fitted to its runs: least squares of the relative errors, no coefficient below 0.
+    """The constants in use, and beside them those of the CPUs that runs were made on, each kind of
+    processor fitted to its runs: least squares of the relative errors, no coefficient below 0, none
+    changed that needs no change.
 
     Raises:
-        ConfigError: no run has predictions on a CPU.
+        ConfigError: no run has predictions on a CPU, or the constants in use cannot be read.
     """
     found = [o for o in outcomes_of(folders) if o.hardware.startswith("this machine")]
-    known: dict[str, Any] = shipped_table(SHIPPED)
+    known = sections_in_use()
     fitted: dict[str, Any] = {}
     for machine in sorted({o.hardware for o in found}):
-        section = copy.deepcopy(known[section_for(known, "cpu", machine)])
-        if _fit(section, [o for o in found if o.hardware == machine]):
-            processor = re.sub(r"^this machine \((.*)\)$", r"\1", machine)
-            section["fitted_on"] += f" on {processor}"
-            fitted[own_section(known, machine)] = section
+        own, before = own_section(known, machine), known[section_for(known, "cpu", machine)]
+        section = copy.deepcopy(before)
+        runs = [o for o in found if o.hardware == machine]
+        if _fit(section, runs):
+            if section != before or own not in known:
+                number = counted(sum(o.phase == WHOLE for o in runs), "run")
+                processor = re.sub(r"^this machine \((.*)\)$", r"\1", machine)
+                section["fitted_on"] = f"{number} on {processor}"
+            fitted[own] = section
     if not fitted:
         raise ConfigError("--refit must get runs timed on a CPU whose speed was known; got none.")
     return known | fitted
@@ -166,68 +168,30 @@ def _fit(section: dict[str, Any], found: Sequence[Outcome]) -> bool:
     """Fit a section to one machine's runs; False where none of them was timed."""
     timed = [o for o in found if (o.cpu_seconds or o.measured_seconds) and o.terms]
     for phase in _FITTED:
-        if rows := [o for o in timed if o.phase == phase]:
-            section[phase] |= _coefficients(rows, section[phase], _LONG.get(phase, 0.0))
+        if runs := [o for o in timed if o.phase == phase]:
+            section[phase] |= coefficients(runs, section[phase], _LONG.get(phase, 0.0))
     wholes = [o for o in found if o.phase == WHOLE]
-    section["fitted_on"] = f"{len(wholes)} runs"
     slack = section["slack_mib"]
-    if single := [_missing(o) for o in wholes if o.ranks == 1]:
-        slack["step"] = round(max(0.0, slack["step"] + _upper(single)), 1)
-        if several := [_missing(o) for o in wholes if o.ranks > 1]:
-            beside = _upper(several) - _upper(single)
-            slack["per_rank"] = round(max(0.0, slack["per_rank"] + beside), 1)
+    alone = [_slack_needed(o, slack["step"]) for o in wholes if o.ranks == 1]
+    both = slack["step"] + slack["per_rank"]
+    beside = [_slack_needed(o, both) for o in wholes if o.ranks > 1]
+    if alone:
+        slack["step"] = round(max(0.0, _upper(alone)), 1)
+    if alone and beside:
+        slack["per_rank"] = round(max(0.0, _upper(beside) - slack["step"]), 1)
     return bool(timed)
 
 
-def _upper(missing: Sequence[float]) -> float:
+def _upper(needed: Sequence[float]) -> float:
     """What two thirds of the runs do with: too low a prediction costs a run, too high a layout."""
-    return sorted(missing)[2 * (len(missing) - 1) // 3]
+    return sorted(needed)[2 * (len(needed) - 1) // 3]
 
 
-def _missing(outcome: Outcome) -> float:
-    """MiB by which a prediction is too low."""
-    return (outcome.measured_bytes - outcome.predicted_bytes) / MEBIBYTE
+def _slack_needed(outcome: Outcome, predicted_with: float) -> float:
+    """MiB beside the formula with which a prediction is right.
 
-
-def _coefficients(
-    rows: Sequence[Outcome], start: Mapping[str, float], power: float
-) -> dict[str, float]:
-    """Coefficients >= 0 for which terms times coefficients come nearest to the seconds measured,
-    in relative error times that power of the seconds. A weak pull to where they were keeps terms
-    that hardly matter in place."""
-    names = sorted({name for row in rows for name in row.terms})
-    matrix, target = [], []
-    for row in rows:
-        seconds = row.cpu_seconds or row.measured_seconds or 1.0
-        counts = seconds**power
-        matrix.append([counts * row.terms.get(name, 0.0) / seconds for name in names])
-        target.append(counts)
-    for number, name in enumerate(names):
-        before = start.get(name, 1.0)
-        pull = _HELD.get(name, _PULL) if name in start else _PULL
-        matrix.append([pull / max(before, 0.5) * (i == number) for i in range(len(names))])
-        target.append(pull * (before > 0))
-    found = non_negative(matrix, target)
-    return {name: float(f"{value:.3g}") for name, value in zip(names, found, strict=True)}
-
-
-def non_negative(matrix: Sequence[Sequence[float]], target: Sequence[float]) -> list[float]:
-    """x >= 0 of least |matrix x - target|, by coordinate descent."""
-    columns = list(zip(*matrix, strict=True))
-    x = [0.0] * len(columns)
-    residual = [-value for value in target]
-    squares = [sum(value * value for value in column) for column in columns]
-    for _ in range(3000):
-        moved = 0.0
-        for number, column in enumerate(columns):
-            if squares[number] == 0:
-                continue
-            gradient = sum(a * r for a, r in zip(column, residual, strict=True))
-            new = max(0.0, x[number] - gradient / squares[number])
-            step, x[number] = new - x[number], new
-            if step:
-                residual = [r + step * a for a, r in zip(column, residual, strict=True)]
-            moved = max(moved, abs(step) * math.sqrt(squares[number]))
-        if moved < 1e-9:
-            break
-    return x
+    Args:
+        predicted_with: MiB of them in the prediction, where the record does not say it.
+    """
+    had = predicted_with * MEBIBYTE if outcome.slack_bytes is None else outcome.slack_bytes
+    return (outcome.measured_bytes - outcome.predicted_bytes + had) / MEBIBYTE

@@ -26,7 +26,7 @@ from tandem.models.slice_plans import check_sliceable
 from tandem.plan import seed_tables
 from tandem.plan.again import predict_again
 from tandem.plan.auto_layout import choose_layout
-from tandem.plan.grade import grade_table, grade_values, non_negative, refit
+from tandem.plan.grade import grade_table, grade_values, refit
 from tandem.plan.layout_flags import memory_bytes, take_layout_flags
 from tandem.plan.layouts import Laid
 from tandem.plan.plan_command import asked_of
@@ -498,10 +498,6 @@ def test_runs_are_graded_and_constants_fitted(tmp_path: Path) -> None:
     assert again.keys() - shipped.keys() == {"cpu Zen 8 with AVX2", "cpu Zen 9"}
     assert again["cpu Zen 8 with AVX2"]["fitted_on"] == "2 runs on CPU: Zen 8 with AVX2"
     assert again["cpu"] == shipped["cpu"]
-
-
-def test_non_negative_least_squares() -> None:
-    assert non_negative([[1, 0], [0, 1], [1, 1]], [2, -1, 1]) == pytest.approx([1.5, 0])
 
 
 def test_a_run_is_predicted_again_and_keeps_what_was_measured(tmp_path: Path) -> None:
