@@ -29,9 +29,9 @@ from tandem import build_config, load_config, train
 from tandem.engine.forward import response_logprobs
 from tandem.training.comparing.best_of_n import best_of_n
 from tandem.training.comparing.compare import answer, rewarding
-from tandem.training.experience import score_answers
 from tandem.training.run_folder import Run
 from tandem.training.run_stages import tokenizer_sources
+from tandem.training.scored_answers import score_answers
 from tandem.training.stage_data import prepare_rows
 
 

@@ -14,7 +14,7 @@ from tandem.data.tokenview import TokenPieces
 from tandem.message import answer_text
 from tandem.metrics.answers import ANSWERS_FILE, ROLLOUTS_FILE
 from tandem.training.conversations import given_turns, said
-from tandem.training.experience import ScoredAnswers
+from tandem.training.scored_answers import ScoredAnswers
 from tandem.training.stage_data import StepRows
 from tandem.types import Experience, PromptRow, Rollout, TokenRow
 

@@ -16,9 +16,9 @@ from tandem.rewards.scoring import RewardFunctions
 from tandem.training.algorithm import Algorithm
 from tandem.training.checks.agreement import require_same_prompts
 from tandem.training.dynamic_sampling import Answered, MorePrompts, Refill, in_rounds, refilled
-from tandem.training.experience import ScoredAnswers, score_answers
 from tandem.training.operations import generation_flops
 from tandem.training.rollout_source import RolloutSource
+from tandem.training.scored_answers import ScoredAnswers, score_answers
 from tandem.training.step_metrics import count_rows
 from tandem.types import PromptRow, Rollout
 

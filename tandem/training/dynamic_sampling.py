@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from tandem.errors import GenerationError
-from tandem.training.experience import ScoredAnswers
 from tandem.training.rollout_rows import joined
+from tandem.training.scored_answers import ScoredAnswers
 from tandem.types import PromptRow, Rollout
 
 MorePrompts = Callable[[int, Sequence[PromptRow], int], Sequence[PromptRow]]

@@ -26,8 +26,8 @@ from tandem.objectives.masked import masked_sum
 from tandem.parallel.shard import shards_of
 from tandem.rewards.scoring import RewardFunctions
 from tandem.training.calibration import calibration_error
-from tandem.training.experience import ScoredAnswers, score_answers
 from tandem.training.rollout_source import RolloutSource
+from tandem.training.scored_answers import ScoredAnswers, score_answers
 from tandem.types import GradedRow, LabelledRow, PairRow, PromptRow, Rollout, TokenBatch, TokenRow
 
 

@@ -40,7 +40,7 @@ from tandem.training.algorithm import algorithm_of
 from tandem.training.answer_records import AnswerKeeper
 from tandem.training.dpo import describe_loss, loss_of_pairs
 from tandem.training.evaluate import policy_metrics
-from tandem.training.experience import score_answers, shaped_rewards
+from tandem.training.experience import shaped_rewards
 from tandem.training.flight_recorder import rows_of
 from tandem.training.operations import generation_flops, scoring_flops, update_flops
 from tandem.training.policy_functions import named_pair_losses
@@ -48,6 +48,7 @@ from tandem.training.ppo import first_answers, reward_source, save_engine
 from tandem.training.reference import halves
 from tandem.training.reward_function import columns_given, rewards_of
 from tandem.training.run_folder import Run
+from tandem.training.scored_answers import score_answers
 from tandem.training.stage_data import StepRows
 from tandem.training.stage_loop import StageJob, StepLoop
 from tandem.training.step_metrics import Means, count_rows, note_steps

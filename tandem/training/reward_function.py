@@ -66,20 +66,26 @@ class RewardColumns:
         parts = [(f.weight, f.tokens) for f in self.functions if f.tokens is not None]
         return weighted_tokens(parts, len(self.values))
 
+    @property
+    def failed(self) -> Tensor:
+        """(B,) bool: answers on which a function failed."""
+        failed = torch.zeros(len(self.values), dtype=torch.bool)
+        for function in self.functions:
+            failed |= torch.tensor(function.failed, dtype=torch.bool)
+        return failed
+
     def metrics(self) -> dict[str, float]:
         """Mean, spread and share of None of each function; what failed, and the time taken."""
         metrics: dict[str, float] = {}
-        failed = torch.zeros(len(self.values), dtype=torch.bool)
         for k, function in enumerate(self.functions):
             metrics |= named_metrics(function.label, self.values[:, k])
             if (mean := mean_of_tokens(function.tokens or ())) is not None:
                 metrics[f"reward_per_token/{function.label}"] = mean
             metrics[f"reward_seconds/{function.label}"] = function.seconds
-            failed |= torch.tensor(function.failed, dtype=torch.bool)
             for reason, count in function.failures.items():
                 name = f"reward_failures/{reason}"
                 metrics[name] = metrics.get(name, 0.0) + count
-        metrics["reward_failed"] = float(failed.float().mean()) if len(failed) else 0.0
+        metrics["reward_failed"] = float(self.failed.float().mean()) if len(self.values) else 0.0
         return metrics
 
     def failure(self) -> str:

@@ -27,10 +27,10 @@ from tandem.training import dpo
 from tandem.training.calibration import calibration_error, reliability
 from tandem.training.comparing import compare
 from tandem.training.comparing.best_of_n import best_of_n
-from tandem.training.experience import ScoredAnswers
 from tandem.training.kto import imbalance, mismatched, next_others
 from tandem.training.reference import ReferencedPolicy
 from tandem.training.reward_objective import side_by_side
+from tandem.training.scored_answers import ScoredAnswers
 from tandem.types import LabelledRow, PairRow, RankedRow, Rollout, Source, TokenRow
 from tests.jsonl import write_jsonl
 from tests.ranks import on_ranks

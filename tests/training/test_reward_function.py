@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -21,9 +22,9 @@ from tandem.parallel.world import World
 from tandem.rewards.scoring import GivenFunction
 from tandem.text import ignore_line
 from tandem.training.evaluate import answer_metrics
-from tandem.training.experience import ScoredAnswers, score_answers
 from tandem.training.reward_function import RewardColumns, function_scores, rewards_of
 from tandem.training.rollout_rows import selected
+from tandem.training.scored_answers import ScoredAnswers, score_answers
 from tandem.training.signals import StopSignals
 from tandem.types import Message, PromptRow, Rollout, Source, TokenBatch, TokenRow
 from tests.ranks import on_ranks
@@ -389,6 +390,78 @@ def test_several_reward_models_make_one_careful_score() -> None:
     plain = [torch.tensor(s).std(correction=0) for s in ([1.0, 0.0, 4.0], [5.0, 2.0, -1.0])]
     assert metrics["reward_model_disagreement"] == pytest.approx(float(sum(plain)) / 2)
     assert "reward_watched" not in answered(rollout, [function]).metrics(rollout)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("how", ["sum", "mean", "worst-case", "uncertainty"])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_an_answer_that_one_of_the_reward_models_cannot_score_has_no_score_of_theirs(
+    how: EnsembleName, bad: float
+) -> None:
+    """It is counted and named, whichever model it is; that of weight 0 counts for no answer. A
+    score that is not finite was 0, or the limit of reward_clip."""
+    config = PPOConfig(missing_eos_penalty=0.0, reward_clip=10.0)
+    raw = {"first": [bad, 1.0, 2.0, 3.0], "b": [4.0, bad, 5.0, 6.0], "gold": [1.0, 1.0, bad, 2.0]}
+    others = tuple(
+        FurtherScorer(name, float(name == "b"), FixedScorer(raw[name], 0.0, 1.0))  # type: ignore[arg-type]
+        for name in ("b", "gold")
+    )
+    scorer: Any = FixedScorer(raw["first"], 0.0, 1.0)
+    scorer.ensemble = Ensemble(others, how, 0.25)
+    rollout = rollout_of("a", "b", "c", "d", group=[0, 0, 0, 0])
+    for combine in ("sum", "group"):
+        found = score_answers(rollout, scorer, None, config, None, World(), combine=combine)  # type: ignore[arg-type]
+        assert found.is_scored.tolist() == [False, False, True, True]
+        assert found.num_unscored == 2
+        assert bool(found.scores.isfinite().all())
+        assert found.scores[:2].tolist() == [0.0, 0.0]
+    alone: Any = FixedScorer([2.0, 3.0], 0.0, 1.0)
+    rest = tuple(
+        FurtherScorer(o.label, o.weight, FixedScorer(raw[o.label][2:], 0.0, 1.0))  # type: ignore[arg-type]
+        for o in others
+        if o.weight
+    )
+    alone.ensemble = Ensemble(rest, how, 0.25)
+    expected = score_answers(rollout_of("c", "d"), alone, None, config, None, World())  # type: ignore[arg-type]
+    found = score_answers(rollout, scorer, None, config, None, World())  # type: ignore[arg-type]
+    assert torch.equal(found.scores[2:], expected.scores)
+    metrics = found.metrics(rollout)
+    assert metrics["reward_failed"] == 0.5
+    assert metrics["reward_failures/result"] == 2.0
+    names = ("reward_model", "b", "gold")
+    assert [metrics[f"reward_none/{name}"] for name in names] == [0.25, 0.25, 0.25]
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["reward_watched"] == pytest.approx(4 / 3)
+    joined = ScoredAnswers.joined([found, found])
+    assert joined.metrics(rollout_of(*"abcdabcd"))["reward_failures/result"] == 4.0
+
+
+def test_beside_a_reward_model_that_fails_a_function_alone_counts() -> None:
+    scorer: Any = FixedScorer([NAN, 1.0], 0.0, 1.0)
+    config = PPOConfig(missing_eos_penalty=0.0)
+
+    function = here(lambda p, c, **k: [0.5, NAN])
+    rollout, rewards = rollout_of("a", "b"), rewards_of([function], ScoringConfig())
+    found = score_answers(rollout, scorer, None, config, rewards, World())  # type: ignore[arg-type]
+    assert found.scores.tolist() == [0.5, 1.0]
+    metrics = found.metrics(rollout)
+    assert metrics["reward_failed"] == 1.0
+    assert metrics["reward_failures/result"] == 2.0
+    assert metrics["reward_none/reward_model"] == 0.5
+
+
+def test_reward_models_that_score_no_answer_are_named() -> None:
+    scorer: Any = FixedScorer([NAN, 1.0], 0.0, 1.0)
+    scorer.ensemble = Ensemble((FurtherScorer("b", 1.0, FixedScorer([1.0, INF], 0.0, 1.0)),))  # type: ignore[arg-type]
+    found = score_answers(rollout_of("a", "b"), scorer, None, PPOConfig(), None, World())  # type: ignore[arg-type]
+    told = (
+        r"the reward model must give at least one answer of a rollout a finite score; got none for "
+        r"all 2 \(reward_model gave no finite score of 1 answers; b gave no finite score of 1 "
+    )
+    with pytest.raises(DataError, match=told):
+        found.require_some()
 
 
 def test_two_batches_joined_are_one_batch() -> None:

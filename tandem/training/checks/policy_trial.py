@@ -15,7 +15,6 @@ from tandem.config.stages import stage_of
 from tandem.errors import ConfigError
 from tandem.parallel.world import World
 from tandem.training.checks.agreement import refused_together
-from tandem.training.experience import ScoredAnswers
 from tandem.training.policy_functions import (
     as_written,
     named_advantages,
@@ -26,6 +25,7 @@ from tandem.training.policy_functions import (
     try_pair_losses,
     try_token_losses,
 )
+from tandem.training.scored_answers import ScoredAnswers
 from tandem.types import Experience, PromptRow, Rollout, TokenBatch, TokenRow
 
 if TYPE_CHECKING:

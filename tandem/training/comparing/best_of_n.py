@@ -20,8 +20,8 @@ from tandem.config.stages import of_family, stage_names
 from tandem.errors import ConfigError
 from tandem.text import visible
 from tandem.training.comparing.compare import answer, policies, rewarding
-from tandem.training.experience import score_answers
 from tandem.training.run_folder import Run
+from tandem.training.scored_answers import score_answers
 from tandem.training.stage_data import StepRows
 
 

@@ -35,10 +35,10 @@ from tandem.training.evaluate import (
     metrics_of_margins,
     pair_margins,
 )
-from tandem.training.experience import score_answers
 from tandem.training.own_folder import names_data
 from tandem.training.reward_function import columns_given, rewards_of
 from tandem.training.run_folder import Run
+from tandem.training.scored_answers import score_answers
 from tandem.training.stage_data import StepRows
 from tandem.types import Message, PromptRow, Rollout
 

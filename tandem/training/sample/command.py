@@ -49,7 +49,6 @@ from tandem.training.checks.conversation_trial import check_environment
 from tandem.training.checks.left_out import left_out_lines
 from tandem.training.checks.preflight import answers_too_long, columns_problems
 from tandem.training.conversations import ConversationSource, conversation_source, given_turns
-from tandem.training.experience import score_answers
 from tandem.training.provenance import Identity
 from tandem.training.reward_function import check_rewards, columns_given, rewards_of
 from tandem.training.run_stages import ledger_lines
@@ -62,6 +61,7 @@ from tandem.training.sample.flags import (
 )
 from tandem.training.sample.rows import SampledAnswer, row_of
 from tandem.training.sample.summary import summary
+from tandem.training.scored_answers import score_answers
 from tandem.training.signals import StopSignals
 from tandem.training.stage_data import StepRows, positions, prepare_rows
 from tandem.types import PromptRow, Rollout
