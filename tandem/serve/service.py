@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -32,6 +31,7 @@ from tandem.serve.loading import (
     load_scorer,
     positions_of,
 )
+from tandem.serve.mailbox import Mailbox
 from tandem.serve.place import Place
 from tandem.serve.sources import ModelSource, Offer, offer_of
 
@@ -91,28 +91,6 @@ class _Slot:
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
     loaded: Loaded | None = None
     scalar: LoadedScalar | None = None
-
-
-class Mailbox:
-    """Calls from other threads into a loop, which is woken once for all that have come."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self._calls: deque[Callable[[], None]] = deque()
-        self._is_woken = False
-
-    def post(self, call: Callable[[], None]) -> None:
-        """From any thread; the calls are made in order."""
-        self._calls.append(call)
-        if not self._is_woken:  # if another thread asks at once, the loop is woken twice
-            self._is_woken = True
-            with suppress(RuntimeError):  # the loop has ended, and so have all who asked
-                self.loop.call_soon_threadsafe(self._take)
-
-    def _take(self) -> None:
-        self._is_woken = False  # first, so that what comes while they are taken wakes it again
-        while self._calls:
-            self._calls.popleft()()
 
 
 class Service:
@@ -233,13 +211,8 @@ class Service:
             old = slot.loaded
             if old is not None and not (self.settings.follow and _is_newer(source, slot)):
                 return old
-            settings, config, version = self.load_settings, self.offer.config, source.version()
-            slot.loaded = (
-                await self._load(
-                    lambda: load_policy(source, settings, config), source, old is not None
-                )
-                or old
-            )
+            version = source.version()
+            slot.loaded = await self._load_policy(source, old is not None) or old
             if slot.loaded is old:
                 slot.failed, slot.retry = (source, version), time.monotonic() + _RETRY_SECONDS
             elif old is not None:
@@ -354,6 +327,32 @@ class Service:
                 slot.scalar = await self._load(lambda: load_scorer(source, settings), source, False)
             assert slot.scalar is not None
             return slot.scalar
+
+    async def _load_policy(self, source: ModelSource, has_older: bool) -> Loaded | None:
+        """As `_load`; a stage that has finished meanwhile is read from its folder."""
+        settings, config = self.load_settings, self.offer.config
+        try:
+            return await self._load(
+                lambda: load_policy(source, settings, config), source, has_older
+            )
+        except ApiError:
+            finished = self._finished(source)
+            if finished is None:
+                raise
+            return await self._load(
+                lambda: load_policy(finished, settings, config), finished, has_older
+            )
+
+    def _finished(self, source: ModelSource) -> ModelSource | None:
+        """What is offered in place of an unfinished stage's policy, if it has finished since."""
+        if source.checkpoints is None:
+            return None
+        with suppress(TandemError):  # in the middle of a change
+            found = self._offered().models.get(source.name)
+            if found is not None and found.checkpoints is None:
+                self.offer.models[source.name] = found
+                return found
+        return None
 
     async def _load(self, load: Callable[[], T], source: ModelSource, has_older: bool) -> T | None:
         try:

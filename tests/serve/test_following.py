@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tandem.checkpoint.saver import Saver
+from tandem.checkpoint.state import State
 from tandem.config.load import load_config
 from tandem.config.schema import RunConfig
 from tandem.errors import ModelError
+from tandem.models.load import load_causal_lm
 from tandem.serve import service, sources
-from tandem.serve.loading import Loaded
+from tandem.serve.loading import Loaded, load_policy
 from tandem.serve.sources import ModelSource
 from tests.serve.serving import CHAT, ask, serving
 
@@ -82,3 +86,32 @@ def test_the_older_model_answers_while_a_newer_one_cannot_be_loaded(
         refused = client.post(CHAT, json=ask(model="base"))
         assert refused.status_code == 500
         assert "model base cannot be loaded: " in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_stage_that_finishes_before_its_first_request_is_read_from_its_folder(
+    served_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, follow: bool
+) -> None:
+    run = Path(shutil.copytree(served_run, tmp_path / "run"))
+    checkpoints, hidden = run / "checkpoints" / "sft", tmp_path / "hidden"
+    (run / "sft").rename(hidden)
+    weights = load_causal_lm(str(hidden)).named_parameters()
+    saver = Saver(checkpoints, keep=2)
+    saver.save(State(2, {"model": {n: w.detach() for n, w in weights}}, {"made_from": {}}), {})
+    saver.wait()
+
+    def finishing(source: ModelSource, *args: Any) -> Loaded:
+        """As `load_policy`, while the stage finishes."""
+        if hidden.exists():
+            hidden.rename(run / "sft")
+            shutil.rmtree(checkpoints)
+        return load_policy(source, *args)
+
+    with serving(run, follow=follow) as client:
+        monkeypatch.setattr(service, "load_policy", finishing)
+        answers = [client.post(CHAT, json=ask(model="sft")) for _ in range(2)]
+        assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+        listed = {model["id"]: model["tandem"] for model in client.get("/v1/models").json()["data"]}
+        assert listed["sft"]["finished"]
+        served = client.service  # type: ignore[attr-defined]
+        assert served._slots["sft"].loaded.source.checkpoints is None
