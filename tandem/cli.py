@@ -11,7 +11,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -27,7 +27,13 @@ from tandem.config.stages import stage_names
 from tandem.errors import ConfigError, DataError, Stopped, TandemError
 from tandem.files import not_a_run
 from tandem.imports import loading
-from tandem.launch.failure import complain, leaving_at_signals, place_of
+from tandem.launch.failure import (
+    complain,
+    going_on,
+    leaving_at_signals,
+    place_of,
+    raising_stops,
+)
 from tandem.launch.flags import LaunchOptions, launch_help, take_launch_flags
 from tandem.plan.layout_flags import layout_help, take_layout_flags
 from tandem.process import is_launched
@@ -86,9 +92,7 @@ def _reported(args: list[str]) -> int:
             traceback.print_exc()
         return complain(str(error), 2, error)
     except Stopped as stopped:
-        kept = "" if args[0] == "sample" else "; finished stages are kept"
-        line = f"{stopped}. The same command continues{kept}."
-        return complain(line, stopped.exit_code, stopped)
+        return complain(f"{stopped}. {going_on(args)}", stopped.exit_code, stopped)
     except BrokenPipeError:
         # The reader (a pager, `head`) has closed the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -110,12 +114,8 @@ def _reported(args: list[str]) -> int:
         )
         return complain(line, 2, error)
     except KeyboardInterrupt as error:
-        continues = (
-            " The same command continues from the last checkpoint (--save-every); "
-            "finished stages are kept."
-        )
-        trains = args[:1] == ["demo"] or (args[:1] and args[0] in _run_commands())
-        return complain(f"stopped.{continues if trains else ''}", 130, error)
+        found = going_on(args, " from the last checkpoint (--save-every)")
+        return complain(f"stopped. {found}".rstrip(), 130, error)
 
 
 def _run(args: list[str], debug: bool) -> int:
@@ -151,8 +151,10 @@ def _run(args: list[str], debug: bool) -> int:
         if not near and command.startswith("-"):
             hint = f"Flags follow a command, as in: tandem train {command}."
         raise ConfigError(f"{command!r} is not a command. {hint}")
+    own = command in ("sample", "export", "chat", "serve", "vote")  # these handle signals
     try:
-        return commands[command](rest)
+        with nullcontext() if own else raising_stops(going_on(args)):
+            return commands[command](rest)
     except SystemExit as shown:  # argparse leaves this way after --help
         return int(shown.code or 0)
 

@@ -55,6 +55,32 @@ def handling(
             signal.signal(number, earlier)
 
 
+def put_off(number: int, frame: FrameType | None) -> bool:
+    """Whether Python would print an exception that is raised here, and go on: in a finalizer. Then
+    the signal comes again in a moment."""
+    if frame is None:
+        return False
+    file, name = frame.f_code.co_filename, frame.f_code.co_name
+    if not file.endswith(("weakref.py", "_bootstrap>")) and name != "__del__":
+        return False
+    threading.Timer(0.02, os.kill, (os.getpid(), number)).start()
+    return True
+
+
+@contextmanager
+def deferring() -> Iterator[None]:
+    """A stopping signal that comes in this block comes when it has ended.
+
+    To block it (`holding_back`) would not do where there are other threads: the system gives it to
+    one of them, and Python has the main one handle it.
+    """
+    came: list[int] = []
+    with handling(lambda number, frame: came.append(number)):
+        yield
+    if came:
+        signal.raise_signal(came[0])
+
+
 @contextmanager
 def leaving_at_ctrl_c() -> Iterator[None]:
     """Within: Ctrl-C ends the process at once with one line, however often it comes.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -269,6 +271,43 @@ def test_ctrl_c_is_no_traceback(
     code, _, err = run(capsys, "train")
     assert code == 130
     assert "The same command continues from the last checkpoint" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "home", "going_on"),
+    [
+        (("plan", "--config", "x"), "plan.plan_command.plan_command", "starts over"),
+        (("eval", "x"), "training.comparing.eval_command.evaluate_run", "starts over"),
+        (("sweep", "x.yaml"), "plan.sweep_command.sweep_command",
+         "continues; finished cases are kept"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_command_says_how_it_goes_on(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    args: tuple[str, ...],
+    home: str,
+    going_on: str,
+    number: signal.Signals,
+) -> None:
+    ended: list[str] = []
+
+    def stopped(*args: object, **more: object) -> None:
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        finally:
+            ended.append("what it had started")
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(f"tandem.{home}", stopped)
+    code, _, err = run(capsys, *args)
+    assert code == 128 + number
+    by = " by SIGTERM before it was done" if number == signal.SIGTERM else ""
+    assert err == f"tandem: stopped{by}. The same command {going_on}.\n"
+    assert ended == ["what it had started"]
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_what_is_missing_is_said_alone_and_in_sentences(

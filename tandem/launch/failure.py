@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Literal
 
+from tandem.config.stages import stage_names
 from tandem.errors import RankError, Stopped, TandemError
 from tandem.process import is_launched
-from tandem.stopping import handling
+from tandem.stopping import STOPPING, handling, put_off
 from tandem.text import visible
 
 FAILURE_PIPE = "TANDEM_FAILURE_PIPE"
@@ -93,6 +95,53 @@ def leaving_at_signals() -> Iterator[None]:
 
     with handling(leave):
         yield
+
+
+def going_on(args: Sequence[str], at: str = "") -> str:
+    """How a command that was stopped goes on, in a sentence; "" where there is nothing to do.
+
+    Args:
+        at: where one that trains does.
+    """
+    command = args[0] if args else ""
+    if command in ("train", *stage_names(), "demo"):
+        return f"The same command continues{at}; finished stages are kept."
+    if command in ("chat", "serve", "vote"):
+        return ""
+    kept = {"sample": "continues", "sweep": "continues; finished cases are kept"}
+    return f"The same command {kept.get(command, 'starts over')}."
+
+
+@contextmanager
+def raising_stops(going_on: str) -> Iterator[None]:
+    """Within: the stopping signals raise `Stopped`, as Ctrl-C by itself raises `KeyboardInterrupt`,
+    so that what was started is ended on the way out.
+
+    An import may lose an exception or make another one of it: there the process ends at once.
+
+    Args:
+        going_on: how the command continues, for the line that is shown then.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped = Stopped(number, "before it was done")
+        if _is_importing(frame):
+            code = complain(f"{stopped}. {going_on}", stopped.exit_code, stopped)
+            sys.stderr.flush()
+            os._exit(code)
+        if not put_off(number, frame):
+            raise stopped
+
+    with handling(stop, [number for number in STOPPING if number != signal.SIGINT]):
+        yield
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def leave_failure(kind: Kind, line: str, code: int, error: BaseException | None = None) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tandem.process import die_with_parent
+from tandem.stopping import deferring
 
 _MARK = "TANDEM_SWEEP_CASE"
 _POLL_SECONDS, _SCAN_SECONDS = 0.05, 1.0
@@ -39,7 +40,7 @@ class Ended:
 def run_command(arguments: Sequence[str], log: Path, held: BinaryIO | None = None) -> Ended:
     """Run `tandem` with these arguments to its end, with its output in `log`.
 
-    Ctrl-C here stops it, and it ends with this process, once it has saved its step.
+    What stops this process stops it, once it has saved its step.
 
     Args:
         held: a lock that is also the command's, until that ends (`files.lock`).
@@ -47,21 +48,23 @@ def run_command(arguments: Sequence[str], log: Path, held: BinaryIO | None = Non
     mark = uuid.uuid4().hex
     start = time.monotonic()
     with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tandem", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, _MARK: mark},
-            pass_fds=() if held is None else (held.fileno(),),
-            preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
-        )
-        watch = PeakWatch(f"{_MARK}={mark}", process.pid)
+        process: subprocess.Popen[bytes] | None = None
         try:
-            with watch:
+            with deferring():  # until it is known which process a signal is to stop
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "tandem", *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, _MARK: mark},
+                    pass_fds=() if held is None else (held.fileno(),),
+                    preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
+                )
+            with PeakWatch(f"{_MARK}={mark}", process.pid) as watch:
                 code = process.wait()
         except BaseException:
-            _stop(process)
+            if process is not None:
+                stop(process)
             raise
     error = "" if code == 0 else error_line(log, code)
     return Ended(code, time.monotonic() - start, watch.peaks, error)
@@ -145,14 +148,16 @@ def resident_peak(process: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines), 0)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Terminate; kill after 20 seconds."""
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Terminate; kill after 20 seconds, or when this process is asked to stop once more."""
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(timeout=20)
-    except subprocess.TimeoutExpired:
+    except BaseException as error:
         process.kill()
         process.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
 
 
 def _signal_name(number: int) -> str:

@@ -22,7 +22,7 @@ import yaml
 from tandem.config.load import dump_config, plain_values
 from tandem.config.schema import RunConfig
 from tandem.config.stages import in_order, stage_of
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import CheckpointError, ConfigError, Stopped
 from tandem.files import lock
 from tandem.plan.cases import Axes, Case, Skipped, skip_reasons, sweep_cases
 from tandem.plan.knobs import with_knobs
@@ -124,7 +124,7 @@ def _run_all(
             print_line(f"{where}: running")
             try:
                 result = _run(sweep, case, base, held)
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, Stopped):
                 print_line(f"{where}: stopped; the same command runs it again")
                 raise
             print_line(f"{where}: {summary_line(result)}")

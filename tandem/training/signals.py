@@ -6,7 +6,6 @@ import io
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
@@ -14,7 +13,7 @@ from typing import Any, Self
 
 from tandem.errors import Stopped
 from tandem.process import is_launched
-from tandem.stopping import handling, note_stop
+from tandem.stopping import handling, note_stop, put_off
 
 
 class _Lasting(io.RawIOBase):
@@ -89,8 +88,7 @@ class StopSignals:
             # Not through handlers and threads, which might wait for something.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        if not self.deferring and _ignores_exceptions(frame):
-            threading.Timer(0.02, os.kill, (os.getpid(), number)).start()
+        if not self.deferring and put_off(number, frame):
             return
         self.requested = number
         note_stop(number)
@@ -102,11 +100,3 @@ class StopSignals:
                 f"{name}: the run stops after {self._finishes}, saved. A second signal stops it "
                 "at once."
             )
-
-
-def _ignores_exceptions(frame: FrameType | None) -> bool:
-    """Whether Python would print an exception that is raised here, and go on: in a finalizer."""
-    if frame is None:
-        return False
-    file = frame.f_code.co_filename
-    return file.endswith(("weakref.py", "_bootstrap>")) or frame.f_code.co_name == "__del__"

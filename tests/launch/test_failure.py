@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tandem.errors import DataError, RankError
+from tandem.errors import DataError, RankError, Stopped
 from tandem.launch.failure import (
     Reports,
     complain,
     kind_of,
     leave_failure,
     place_of,
+    raising_stops,
 )
 from tandem.process import is_launched
 
@@ -49,6 +54,50 @@ def test_a_launched_rank_tells_its_failure_and_leaves_its_traceback(
     assert capsys.readouterr() == ("", "")
     monkeypatch.setenv("TANDEM_LAUNCHER", "1234567")  # a process that a rank started
     assert not is_launched()
+
+
+def test_a_stop_within_an_import_ends_the_process_with_the_line(tmp_path: Path) -> None:
+    """Which would make an ImportError of it, as C extensions do."""
+    (tmp_path / "slow.py").write_text(
+        "import os, signal, time\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(60)\n"
+        "except BaseException as error:\n"
+        "    raise ImportError('initialization failed') from error\n"
+    )
+    code = (
+        "from tandem.launch.failure import raising_stops\n"
+        "with raising_stops('The same command starts over.'):\n"
+        "    import slow\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    line = "tandem: stopped by SIGTERM before it was done. The same command starts over.\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (143, "", line)
+
+
+def test_a_stop_within_a_finalizer_comes_after_it() -> None:
+    """Where Python prints an exception, and goes on."""
+
+    class Last:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(1000):  # a handler runs between two of Python's instructions
+                pass
+            finalized.append(True)
+
+    def finalize() -> None:
+        Last()
+        time.sleep(60)
+
+    finalized: list[bool] = []
+    with raising_stops(""), pytest.raises(Stopped):
+        finalize()
+    assert finalized == [True]
 
 
 def test_without_a_launcher_the_line_is_printed_with_the_rank(

@@ -9,11 +9,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tandem.errors import Stopped
 from tandem.files import lock
-from tandem.plan.processes import PeakWatch, error_line, resident_peak, run_command
+from tandem.launch.failure import raising_stops
+from tandem.plan.processes import PeakWatch, error_line, resident_peak, run_command, stop
 
 _HOLD = "import time; held = bytearray({size}); held[::4096] = b'x' * len(held[::4096]); "
 _linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -100,16 +103,59 @@ def test_the_peak_of_every_rank_is_seen_and_the_launcher_skipped() -> None:
 
 
 @_linux
-def test_an_interruption_stops_the_command(tmp_path: Path) -> None:
-    """The command would run for minutes; Ctrl-C comes while it does."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_stops_the_command(tmp_path: Path, number: int) -> None:
+    """The command would run for minutes; Ctrl-C or SIGTERM comes while it does."""
     log = tmp_path / "log.txt"
-    timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), number))
     timer.start()
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
+    with raising_stops(""), pytest.raises((KeyboardInterrupt, Stopped)):
         run_command(["demo", "--output-dir", str(tmp_path / "demo")], log)
     assert time.monotonic() - start < 30
     assert not any(str(tmp_path).encode() in line for line in _command_lines())
+
+
+def test_a_stop_while_the_command_starts_stops_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process is there, and not yet known by its number."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            started.append(self)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    over = threading.Event()
+    another = threading.Thread(target=over.wait)  # which the system may give a signal to
+    another.start()
+    with raising_stops(""), pytest.raises(Stopped):
+        run_command(["demo", "--output-dir", str(tmp_path / "demo")], tmp_path / "log")
+    over.set()
+    another.join()
+    (process,) = started
+    assert process.returncode is not None
+
+
+def test_a_second_interruption_does_not_wait_for_the_command() -> None:
+    """One that does not end at SIGTERM, which it says that it ignores."""
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "print('ready', flush=True); time.sleep(600)"
+    )
+    deaf = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    with deaf:
+        assert deaf.stdout is not None
+        assert deaf.stdout.readline() == b"ready\n"
+        timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            stop(deaf)
+        assert deaf.returncode == -signal.SIGKILL
 
 
 def _command_lines() -> list[bytes]:
