@@ -213,13 +213,30 @@ def together(do: Callable[[], object], folder: Path, world: World) -> None:
             raise problem from cause
 
 
-def unwritable(folder: Path, error: OSError, world: World) -> CheckpointError:
+class DiskError(CheckpointError):
+    """A disk does not take a folder, which a flag of the command names: a run's `--output-dir`,
+    unless the command that writes says otherwise."""
+
+    def __init__(self, problem: str, advice: str, flag: str = "--output-dir") -> None:
+        super().__init__(problem, advice, flag)  # so that other ranks get all of it
+
+    def __str__(self) -> str:
+        problem, advice, flag = self.args
+        return f"{problem} {advice} or choose another {flag}; what was saved before is intact."
+
+    def of_flag(self, flag: str) -> DiskError:
+        """The same where another flag names the folder."""
+        problem, advice, _ = self.args
+        return DiskError(problem, advice, flag)
+
+
+def unwritable(folder: Path, error: OSError, world: World) -> DiskError:
     """The error for an OSError while writing `folder`."""
     free = shutil.disk_usage(existing(folder)).free
-    return CheckpointError(
+    return DiskError(
         f"{_where(folder, world)} must be writable; got: {error.strerror or error} "
-        f"({free:,} bytes free). {way_out(error)} or choose another --output-dir; what was "
-        "saved before is intact."
+        f"({free:,} bytes free).",
+        way_out(error),
     )
 
 
@@ -240,10 +257,10 @@ def require_space(folder: Path, num_bytes: int, world: World) -> None:
     def check() -> None:
         free = shutil.disk_usage(existing(folder)).free
         if num_bytes > free:
-            raise CheckpointError(
+            raise DiskError(
                 f"{_where(folder, world)} must have room for {num_bytes:,} bytes; got {free:,} "
-                "bytes free. Free some space or choose another --output-dir; what was saved "
-                "before is intact."
+                "bytes free.",
+                "Free some space",
             )
 
     together(check if world.is_keeper else lambda: None, folder, world)

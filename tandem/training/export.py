@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.checkpoint.folder import MANIFEST, read_manifest
+from tandem.checkpoint.folder import MANIFEST, DiskError, read_manifest
 from tandem.checkpoint.state import (
     best_named_by,
     load_state_of,
@@ -66,7 +66,7 @@ def export(
         world: the ranks that hold the models together. None: one process.
     Raises:
         CheckpointError: the folder is not a run's, or has no such checkpoint, or what the stage was
-            made from has changed.
+            made from has changed, or the disk does not take the models.
         ConfigError: there is no such stage, or `output` is not such a folder.
     """
     config = config_of_run(folder)
@@ -91,7 +91,10 @@ def export(
     if run.world.is_first and target.is_dir() and not any(target.iterdir()):
         target.rmdir()
     origin = {_EXPORTED: str(run.path)}
-    write_models(run, stage, target, job.save, facts, [*earlier, last], origin)
+    try:
+        write_models(run, stage, target, job.save, facts, [*earlier, last], origin)
+    except DiskError as error:
+        raise error.of_flag("--output") from error.__cause__
     run.print_line(f"{title}: saved in {model}")
     return model
 

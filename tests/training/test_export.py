@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from safetensors.torch import load_file
@@ -101,6 +103,15 @@ def test_any_checkpoint_that_is_kept_can_be_taken(
     with pytest.raises(ConfigError, match="got nothing"):
         export(str(run), "")
     assert contents(another) == before
+    with pytest.MonkeyPatch.context() as patch:
+        full = OSError(errno.ENOSPC, "No space left on device")
+        patch.setattr("tandem.training.saving.save_model", Mock(side_effect=full))
+        assert main(["export", str(run), "--output", str(tmp_path / "empty")]) == 2
+    said = capsys.readouterr().err
+    assert " must be writable; got: No space left on device (" in said
+    assert said.endswith(
+        "Free some space or choose another --output; what was saved before is intact.\n"
+    )
     (tmp_path / "empty").mkdir()
     assert export(str(run), str(tmp_path / "empty")) == tmp_path / "empty"
     with pytest.raises(ConfigError, match=r"--stage must be sft, the run's stages; got 'ppo'"):
