@@ -303,10 +303,11 @@ class Engine:
             if is_stop or answer.text.ended:
                 finish = "stop"
                 break
-        stop = None if finish else handle.stop_token  # a step may draw more than the answer has
+        # A step may draw more than the answer has, and fail behind its end.
+        stop = None if finish else handle.stop_token
+        error = None if finish or handle.error is None else _failure(handle.error)
         if handle.ended and not finish:
             finish = "stop" if handle.finished else "length"
-        error = None if handle.error is None else _failure(handle.error)
         if finish or error:
             if not answer.text.ended:
                 text += answer.text.flush()
