@@ -224,7 +224,7 @@ class Session:
             self._draw(logits, live)
         drawn = [] if drafts is None else self._draw_ahead(logits, part, drafts, bits)
         if speculator is not None:
-            speculator.times.ran(len(part.requests), time.perf_counter() - began)
+            speculator.ran(len(part.requests), time.perf_counter() - began)
         return drawn
 
     def _let_in(self) -> bool:
@@ -384,8 +384,7 @@ class Session:
         drawn = self._reading.due(len(self.rows.requests))
         if self._speculator is not None:
             for part in drawn:
-                for request, token in zip(part.requests, part.token_ids, strict=True):
-                    self._speculator.read(request, token)
+                self._speculator.read(part.requests, part.token_ids)
         return drawn
 
     def _let_go(self, requests: list[Request]) -> None:

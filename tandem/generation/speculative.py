@@ -10,6 +10,8 @@ sampling (arXiv:2211.17192). Only how many steps it takes differs, which depends
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,6 +34,8 @@ _TIMES_HOLD = 256
 """Steps after which a time is measured again: texts have grown, other work has come or gone."""
 _WORTH = 1.03
 """How much faster than without it a draft must promise to be."""
+_LOOK_SHARE = 0.01
+"""Of the time that steps take, what may be spent on looks that lead to no draft."""
 
 
 @dataclass(slots=True)
@@ -72,6 +76,7 @@ class History:
         self._guessed_at, self._ran = 0, 0
         self._first = [_Chance() for _ in range(_LONGEST_MATCH + 1)]  # by the length of the match
         self._further = _Chance()
+        self._index()
 
     def push(self, token_id: int) -> None:
         """A token has been drawn."""
@@ -84,10 +89,8 @@ class History:
             forced: tokens that must come next.
         """
         self._learn()
+        self._index()
         ids = self._ids
-        for place in range(self._indexed, len(ids) - 1):
-            self._places.setdefault(ids[place], []).append(place)
-        self._indexed = len(ids) - 1
         most = max(0, min(_LONGEST_DRAFT, self._end - len(ids) - 1))  # the last one is not run
         self._guessed_at, self._ran = len(ids), 0
         self._forced = bool(forced)
@@ -104,16 +107,22 @@ class History:
         """For each token of the guess, how likely it and all before it are to be drawn."""
         if self._forced:
             return [1.0] * len(self.guess)
-        chance, chances = self._first[self._match].rate, []
+        chance, further, chances = self._first[self._match].rate, self._further.rate, []
         for _ in self.guess:
             chances.append(chance)
-            chance *= self._further.rate
+            chance *= further
         return chances
 
     def draft(self, count: int) -> list[int]:
         """The first tokens of the guess, which are going to be run."""
         self._ran = count
         return self.guess[:count]
+
+    def _index(self) -> None:
+        ids = self._ids
+        for place in range(self._indexed, len(ids) - 1):
+            self._places.setdefault(ids[place], []).append(place)
+        self._indexed = max(0, len(ids) - 1)
 
     def _learn(self) -> None:
         drawn = () if self._forced else self._ids[self._guessed_at :]
@@ -145,28 +154,42 @@ class History:
 
 @dataclass(slots=True)
 class _Time:
-    """What steps of as many rows took, and when."""
+    """What the last of the steps of as many rows took, the quickest of them, and when it was."""
 
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMES))
+    latest: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMES))
+    seconds: float = 0.0
     step: int = 0
+
+    def see(self, seconds: float, step: int) -> None:
+        self.latest.append(seconds)
+        self.seconds, self.step = min(self.latest), step
 
 
 class StepTimes:
-    """How long a step takes by its number of rows, as far as it has been seen."""
+    """How long a step takes by its number of rows, and a look for drafts, as far as it was seen."""
 
     def __init__(self) -> None:
-        self._times: dict[int, _Time] = {}
+        self._times: dict[int, _Time] = {}  # those seen last behind
+        self._looks: deque[float] = deque(maxlen=_TIMES)
         self._step = 0
 
     def ran(self, rows: int, seconds: float) -> None:
         """A step of so many rows took so long."""
         self._step += 1
-        time = self._times.setdefault(rows, _Time())
-        time.seconds.append(seconds)
-        time.step = self._step
-        old = [n for n, t in self._times.items() if t.step < self._step - _TIMES_HOLD]
-        for n in old:
-            del self._times[n]
+        seen = self._times.pop(rows, None) or _Time()
+        seen.see(seconds, self._step)
+        self._times[rows] = seen
+        while self._times[oldest := next(iter(self._times))].step < self._step - _TIMES_HOLD:
+            del self._times[oldest]
+
+    def looked(self, seconds: float) -> None:
+        """A look for drafts took so long."""
+        self._looks.append(seconds)
+
+    @property
+    def look(self) -> float:
+        """Seconds; 0 if none was seen."""
+        return min(self._looks, default=0.0)
 
     @property
     def reach(self) -> int:
@@ -176,14 +199,16 @@ class StepTimes:
     def of(self, rows: int) -> float:
         """Seconds, between those of fewer and of more rows in proportion; of more than was seen as
         of the most that were, so that they are tried; 0 if nothing was seen."""
-        known = {n: min(time.seconds) for n, time in self._times.items()}
-        fewer = max((n for n in known if n <= rows), default=None)
-        more = min((n for n in known if n >= rows), default=None)
+        known = self._times
+        if rows in known:
+            return known[rows].seconds
+        fewer = max((n for n in known if n < rows), default=None)
+        more = min((n for n in known if n > rows), default=None)
         if fewer is None or more is None:
             near = more if fewer is None else fewer
-            return 0.0 if near is None else known[near]
-        share = 0.0 if more == fewer else (rows - fewer) / (more - fewer)
-        return known[fewer] + share * (known[more] - known[fewer])
+            return 0.0 if near is None else known[near].seconds
+        share = (rows - fewer) / (more - fewer)
+        return known[fewer].seconds + share * (known[more].seconds - known[fewer].seconds)
 
 
 class Speculator:
@@ -197,15 +222,22 @@ class Speculator:
         self.times = StepTimes()
         self._most_rows = most_rows
         self._histories: dict[Request, History] = {}
+        self._since = math.inf  # seconds of steps behind the last look, if it led to no draft
 
-    def read(self, request: Request, token_id: int) -> None:
-        """A token of a request has been drawn."""
-        history = self._histories.get(request)
-        if history is None:
-            history = self._histories[request] = History(
-                request.prompt, request.limit, request.predicted
-            )
-        history.push(token_id)
+    def read(self, requests: Sequence[Request], token_ids: Sequence[int]) -> None:
+        """Tokens have been drawn, one of each request."""
+        histories = self._histories
+        for request, token_id in zip(requests, token_ids, strict=True):
+            history = histories.get(request)
+            if history is None:
+                history = History(request.prompt, request.limit, request.predicted)
+                histories[request] = history
+            history.push(token_id)
+
+    def ran(self, rows: int, seconds: float) -> None:
+        """A step of so many rows took so long, drafts among them."""
+        self.times.ran(rows, seconds)
+        self._since += seconds
 
     def forget(self, request: Request) -> None:
         """It draws no more."""
@@ -216,6 +248,16 @@ class Speculator:
         room = self._most_rows - len(requests)
         if room <= 0 or any(request.sampler.penalizes for request in requests):
             return None  # penalties follow from how often tokens came
+        if self.times.look > self._since * _LOOK_SHARE:
+            return None  # a model whose steps take little longer than looks would lose by them
+        began = time.perf_counter()
+        drafts = self._looked(requests, room)
+        self.times.looked(time.perf_counter() - began)
+        self._since = 0.0 if drafts is None else math.inf
+        return drafts
+
+    def _looked(self, requests: Sequence[Request], room: int) -> list[list[int]] | None:
+        """As `drafts`, of no more than `room` tokens."""
         histories = [self._histories[request] for request in requests]
         for request, history in zip(requests, histories, strict=True):
             form = request.constraint
@@ -232,11 +274,12 @@ class Speculator:
 
     def _worth_running(self, rows: int, chances: Sequence[float]) -> int:
         """How many of the likeliest draft tokens, by their chances, bring most tokens a second."""
-        alone, most = self.times.of(rows), self.times.reach - rows
+        alone, most, look = self.times.of(rows), self.times.reach - rows, self.times.look
         best, count, tokens = _WORTH * rows, 0, float(rows)
         for i, chance in enumerate(chances[: max(0, most)], 1):
             tokens += chance
-            worth = tokens * alone / max(self.times.of(rows + i), 1e-9)  # in tokens, as `rows` is
+            seconds = self.times.of(rows + i) + look
+            worth = tokens * alone / max(seconds, 1e-9)  # in tokens, as `rows` is
             if worth > best:
                 best, count = worth, i
         return count

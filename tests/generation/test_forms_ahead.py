@@ -77,6 +77,7 @@ def test_drafts_change_no_answer_of_a_form(
 ) -> None:
     monkeypatch.setattr(StepTimes, "of", lambda self, rows: 1.0)
     monkeypatch.setattr(StepTimes, "reach", 32)
+    monkeypatch.setattr(StepTimes, "look", 0.0)
     plain, steps = answers(FORMS[form], *beside, speculate=False)
     ahead, fewer = answers(FORMS[form], *beside)
     for a, b in zip(plain, ahead, strict=True):

@@ -154,7 +154,7 @@ def speculator(seconds: Callable[[int], float], requests: Sequence[Request]) -> 
     for rows in range(1, 17):
         made.times.ran(rows, seconds(rows))
     for each in requests:
-        made.read(each, each.prompt[0])
+        made.read([each], [each.prompt[0]])
     return made
 
 
@@ -179,6 +179,36 @@ def test_no_draft_makes_a_step_of_more_rows_than_may_run() -> None:
     assert sum(map(len, drafts)) == 2
     requests += [request([5]), request([6])]
     assert speculator(lambda rows: 1.0, requests).drafts(requests) is None
+
+
+def test_looks_that_lead_to_no_draft_take_a_hundredth_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(StepTimes, "look", 0.04)
+    look, looks = History.look, []
+
+    def counted(self: History, *forced: Any) -> None:
+        looks.append(step)
+        look(self, *forced)
+
+    monkeypatch.setattr(History, "look", counted)
+    new = request([5, 6, 7, 8])
+    made = speculator(lambda rows: 1.0, [new])
+    for step in range(20):
+        made.drafts([new])
+        made.ran(1, 1.0)
+        made.read([new], [10 + step if step < 10 else 5])  # it begins to repeat itself
+    assert looks == [0, 1, 5, 9, *range(13, 20)]
+
+
+def test_a_draft_that_saves_less_than_the_look_for_it_is_not_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    requests = [request([5, 6, 7, 8])]
+    for look, runs in ((0.0, True), (9.0, False)):
+        monkeypatch.setattr(StepTimes, "look", look)
+        drafts = speculator(lambda rows: 1.0, requests).drafts(requests)
+        assert (drafts is not None) == runs
 
 
 def test_draws_that_need_more_than_logits_are_not_guessed() -> None:
@@ -284,6 +314,7 @@ def test_a_text_that_repeats_takes_fewer_steps(
     temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StepTimes, "of", lambda self, rows: 1.0)
+    monkeypatch.setattr(StepTimes, "look", 0.0)
     model = wide()
     sampling = [SamplingConfig(max_new_tokens=120, temperature=temperature)]
     plain, steps = answers(model, sampling, speculate=False)
@@ -295,6 +326,7 @@ def test_a_text_that_repeats_takes_fewer_steps(
 @bitwise
 def test_nobody_speculates_beside_a_penalty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepTimes, "of", lambda self, rows: 1.0)
+    monkeypatch.setattr(StepTimes, "look", 0.0)
     for knobs in ({"repetition_penalty": 1.3}, {"presence_penalty": 0.5}):
         sampling = [SamplingConfig(max_new_tokens=60, temperature=0.05, **knobs)]
         plain, _ = answers(wide(), sampling, speculate=False)

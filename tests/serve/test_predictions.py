@@ -25,6 +25,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(Session, "_decode", counted)
     monkeypatch.setattr(StepTimes, "of", lambda self, rows: 1.0)
     monkeypatch.setattr(StepTimes, "reach", 32)
+    monkeypatch.setattr(StepTimes, "look", 0.0)
     return made
 
 
