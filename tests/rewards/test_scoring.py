@@ -141,7 +141,7 @@ def test_the_reference_column_has_a_knob(file: str) -> None:
 def test_a_deadline_holds_for_each_answer_and_the_others_are_scored(file: str) -> None:
     start = time.monotonic()
     rewards = RewardFunctions(
-        [f"{file}:slow"], ScoringConfig(deadline_seconds=0.5, workers=2), lambda line: None
+        [f"{file}:slow"], ScoringConfig(deadline_seconds=2.0, workers=2), lambda line: None
     )
     delays = ["0", "60", "0.01", "60", "0", "0"]
     found = rewards.score(answers_of([""] * 6, answer=delays))[0]
@@ -149,7 +149,7 @@ def test_a_deadline_holds_for_each_answer_and_the_others_are_scored(file: str) -
     rewards.close()
     assert found.scores == [0.0, None, 0.01, None, 0.0, 0.0]
     assert found.failures == {"timeout": 2}
-    assert found.first == "d.jsonl:2: took more than 0.5 s"
+    assert found.first == "d.jsonl:2: took more than 2 s"
     assert again.scores == [0.0, 0.01]
     assert time.monotonic() - start < 20
 
