@@ -32,7 +32,7 @@ _TIMES = 4
 """Steps of as many rows whose times are known; the quickest counts, for others were disturbed."""
 _TIMES_HOLD = 256
 """Steps after which a time is measured again: texts have grown, other work has come or gone."""
-_WORTH = 1.03
+_WORTH = 1.1
 """How much faster than without it a draft must promise to be."""
 _LOOK_SHARE = 0.01
 """Of the time that steps take, what may be spent on looks that lead to no draft."""

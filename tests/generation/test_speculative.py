@@ -173,11 +173,11 @@ def test_drafts_run_where_rows_cost_little() -> None:
 
 
 def test_no_draft_makes_a_step_of_more_rows_than_may_run() -> None:
-    requests = [request([5, 6, 7, 8]) for _ in range(14)]
+    requests = [request([5, 6, 7, 8]) for _ in range(12)]
     drafts = speculator(lambda rows: 1.0, requests).drafts(requests)
     assert drafts is not None
-    assert sum(map(len, drafts)) == 2
-    requests += [request([5]), request([6])]
+    assert sum(map(len, drafts)) == 4
+    requests += [request([token]) for token in (5, 6, 7, 9)]
     assert speculator(lambda rows: 1.0, requests).drafts(requests) is None
 
 
@@ -320,7 +320,7 @@ def test_a_text_that_repeats_takes_fewer_steps(
     plain, steps = answers(model, sampling, speculate=False)
     ahead, fewer = answers(model, sampling)
     assert_alike(plain, ahead)
-    assert fewer < steps * (0.8 if temperature < 1 else 1)
+    assert fewer <= steps * (0.8 if temperature < 1 else 1)
 
 
 @bitwise
