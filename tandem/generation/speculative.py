@@ -34,6 +34,8 @@ _TIMES_HOLD = 256
 """Steps after which a time is measured again: texts have grown, other work has come or gone."""
 _WORTH = 1.1
 """How much faster than without it a draft must promise to be."""
+LEAST_BYTES = 32 * 2**20
+"""Of a model's weights: what a core's share of the last cache is at most, on most machines."""
 _LOOK_SHARE = 0.01
 """Of the time that steps take, what may be spent on looks that lead to no draft."""
 
@@ -304,6 +306,10 @@ def accepted(drawn: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[list
 
 
 def runs_ahead(model: PreTrainedModel) -> bool:
-    """Whether a step of this model may run several tokens of one text: by the C++ operations, whose
-    numbers do not depend on the rows beside."""
-    return model.device.type == "cpu" and native.available()
+    """Whether steps of this model are worth running several tokens of one text: by the C++
+    operations, whose numbers do not depend on the rows beside, and of weights that no cache holds,
+    so that they come from memory once for all rows."""
+    if model.device.type != "cpu" or not native.available():
+        return False
+    weights = (*model.parameters(), *model.buffers())
+    return sum(weight.nbytes for weight in weights) >= LEAST_BYTES

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from bench import speculative
+from tandem.generation import speculative as drafting
 from tests.tiny import save_tiny_model
 
 
-def test_both_ways_draw_the_same(tmp_path: Path) -> None:
+def test_both_ways_draw_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "LEAST_BYTES", 0)
     file = tmp_path / "made.json"
     speculative.main(
         [save_tiny_model(tmp_path), "--rounds", "1", "--max-tokens", "12", "--answers", "2",

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from tandem.config.answer_form import AnswerForm
 from tandem.config.schema import SamplingConfig
 from tandem.data.render import Renderer
+from tandem.generation import speculative
 from tandem.generation.constrained import Constraint, constrainer_of
 from tandem.generation.speculative import StepTimes
 from tandem.generation.stops import Stops
@@ -44,6 +45,11 @@ FORMS = {
     "regex": replace(FREE, regex="(yes|no|maybe so), (hello there|how are you)"),
     "circles": replace(FREE, regex="(ab|cd)+", temperature=0.05),
 }
+
+
+@pytest.fixture(autouse=True)
+def _small_models_speculate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculative, "LEAST_BYTES", 0)
 
 
 @cache

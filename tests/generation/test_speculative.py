@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.config.schema import SamplingConfig
+from tandem.generation import speculative
 from tandem.generation.native_runner import NativeRunner
 from tandem.generation.request import Request
 from tandem.generation.sampler import Sampler
@@ -21,6 +22,11 @@ from tandem.models.frozen import freeze_quantized
 from tests.generation.rollouts import CPU, STOPS, bitwise, new_wide, prompts, wide
 
 Drafts = Callable[[Speculator, Sequence[Request]], list[list[int]] | None]
+
+
+@pytest.fixture(autouse=True)
+def _small_models_speculate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculative, "LEAST_BYTES", 0)
 
 
 def history(prompt: Sequence[int], answer: Sequence[int] = (), limit: int = 100) -> History:
@@ -214,6 +220,14 @@ def test_a_draft_that_saves_less_than_the_look_for_it_is_not_run(
 def test_draws_that_need_more_than_logits_are_not_guessed() -> None:
     requests = [request([5, 6, 7, 8]), request([5, 6], repetition_penalty=1.2)]
     assert speculator(lambda rows: 1.0, requests).drafts(requests) is None
+
+
+@bitwise
+def test_models_that_a_cache_holds_do_not_speculate(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = sum(weight.nbytes for weight in wide().state_dict().values())
+    for least, runs in ((size, True), (2 * size, False)):
+        monkeypatch.setattr(speculative, "LEAST_BYTES", least)
+        assert speculative.runs_ahead(wide()) == runs
 
 
 # ---- answers ----

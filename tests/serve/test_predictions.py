@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 
+from tandem.generation import speculative
 from tandem.generation.session import Session
 from tandem.generation.speculative import StepTimes
 from tests.generation.rollouts import bitwise
 from tests.serve.serving import CHAT, TestClient, ask, events
+
+
+@pytest.fixture(autouse=True)
+def _small_models_speculate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculative, "LEAST_BYTES", 0)
 
 
 @pytest.fixture
