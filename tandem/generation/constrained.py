@@ -153,7 +153,7 @@ class Constraint:
         ahead = self.copy()
         for token in draft:
             bits = found[-1]
-            if bits is None or not int(bits[token // 32]) >> token % 32 & 1:
+            if bits is None or not _allows(bits, token):
                 break
             ahead.take(token)
             bits = ahead.bits()
@@ -185,6 +185,12 @@ class Constraint:
             said = " ".join(self._matcher.get_error().partition("<state>")[0].split())
             return next((told for start, told in _TOLD.items() if said.startswith(start)), said)
         return "the model has no token for what must come"
+
+
+def _allows(bits: np.ndarray, token: int) -> bool:
+    """Whether a token may come; none may that the model has and the tokenizer does not."""
+    word, bit = divmod(token, 32)
+    return word < len(bits) and bool(int(bits[word]) >> bit & 1)
 
 
 def allowed_tokens(

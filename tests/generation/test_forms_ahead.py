@@ -149,3 +149,13 @@ def test_what_is_forced_and_what_may_follow_is_found_token_by_token() -> None:
             assert sets == slow_ahead(constraint, draft)
             constraint.take(chance.choice(sorted(allowed)))
     assert {0, 1, 4} <= lengths
+
+
+def test_a_draft_ends_before_a_token_that_the_tokenizer_lacks() -> None:
+    """A model may have more tokens, and prompts of ids may name them."""
+    prompt = renderer().prompt("hello there").token_ids
+    constraint = constrainer_of(renderer()).answer(AnswerForm("regex", "[a-c]{30}"), prompt)
+    known = constraint.bits()
+    assert known is not None
+    for beyond in (len(renderer().pieces.tokenizer), 32 * len(known), 32 * len(known) + 40):
+        assert len(constraint.ahead([beyond])) == 1
