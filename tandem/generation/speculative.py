@@ -308,8 +308,17 @@ def accepted(drawn: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[list
 def runs_ahead(model: PreTrainedModel) -> bool:
     """Whether steps of this model are worth running several tokens of one text: by the C++
     operations, whose numbers do not depend on the rows beside, and of weights that no cache holds,
-    so that they come from memory once for all rows."""
-    if model.device.type != "cpu" or not native.available():
+    so that they come from memory once for all rows. Not of a mixture's experts, who round otherwise
+    beside other rows."""
+    if model.device.type != "cpu" or not native.available() or has_experts(model):
         return False
     weights = (*model.parameters(), *model.buffers())
     return sum(weight.nbytes for weight in weights) >= LEAST_BYTES
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    """Whether tokens are sent to some of several modules, by the names of modules and classes."""
+    return any(
+        "expert" in f"{name}.{type(module).__name__}".lower()
+        for name, module in model.named_modules()
+    )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tandem.config.schema import SamplingConfig
 from tandem.generation import speculative
@@ -47,25 +47,8 @@ def test_what_followed_last_time_is_guessed() -> None:
 def test_the_longest_match_is_taken_and_of_equals_the_newest() -> None:
     assert history([1, 2, 3, 40, 9, 2, 3, 50, 1, 2, 3]).guess[0] == 40
     assert history([2, 3, 40, 2, 3, 50, 2, 3]).guess[0] == 50
-    beyond = [
-        1,
-        2,
-        3,
-        4,
-        5,
-        40,
-        9,
-        2,
-        3,
-        4,
-        5,
-        50,
-        1,
-        2,
-        3,
-        4,
-        5,
-    ]  # more than four are not compared
+    # More than four are not compared.
+    beyond = [1, 2, 3, 4, 5, 40, 9, 2, 3, 4, 5, 50, 1, 2, 3, 4, 5]
     assert history(beyond).guess[0] == 50
 
 
@@ -228,6 +211,19 @@ def test_models_that_a_cache_holds_do_not_speculate(monkeypatch: pytest.MonkeyPa
     for least, runs in ((size, True), (2 * size, False)):
         monkeypatch.setattr(speculative, "LEAST_BYTES", least)
         assert speculative.runs_ahead(wide()) == runs
+
+
+@bitwise
+def test_mixtures_of_experts_do_not_speculate() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4, "vocab_size": 32}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    for family in ("mixtral", "gpt_oss", "granitemoe", "deepseek_v3"):
+        config = AutoConfig.for_model(family, **sizes)
+        with torch.device("cpu" if family == "mixtral" else "meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        assert speculative.has_experts(model), family
+        assert not speculative.runs_ahead(model), family
+    assert not any(speculative.has_experts(wide(name)) for name in ("llama", "gpt2", "gemma2"))
 
 
 # ---- answers ----
