@@ -75,7 +75,7 @@ async def prepare_chat(
             raise ApiError(str(error), "chat_template_kwargs") from None
         try:
             refuse_long(renderer, messages, tools, most)
-            if most is not None and (fewest := renderer.pieces.fewest(prediction)) > most:
+            if most is not None and (fewest := _surely_more(renderer, prediction, most)):
                 raise _too_long(fewest, most, "prediction")
             if continues:
                 return _begun(renderer, messages, prediction)
@@ -150,10 +150,17 @@ def refuse_long(
         DataError: the template refuses it.
     """
     said = "".join([tools, *(text for turn in messages for text in texts_of(turn))])
-    if most is None or len(said) <= most or renderer.pieces.fewest(said) <= most:
+    if most is None or not _surely_more(renderer, said, most):
         return  # without another rendering
     if (fewest := renderer.fewest_tokens(messages, tools)) > most:  # a template may leave some out
         raise _too_long(fewest, most, "messages")
+
+
+def _surely_more(renderer: Renderer, text: str, most: int) -> int:
+    """Tokens that a text has at least, where these are more than `most`; else 0. A text of as few
+    characters is not looked at: what bounds its tokens is made of the whole vocabulary."""
+    fewest = renderer.pieces.fewest(text) if len(text) > most else 0
+    return fewest if fewest > most else 0
 
 
 def _too_long(fewest: int, most: int, name: str) -> ApiError:

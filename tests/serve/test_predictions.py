@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tandem.data.span_tokenizer import PieceTokenizer
 from tandem.generation import speculative
 from tandem.generation.session import Session
 from tandem.generation.speculative import StepTimes
@@ -67,3 +68,16 @@ def test_another_answer_than_predicted_is_the_same_too(
         body["prediction"] = {"type": "content", "content": content}
         made = client.post(CHAT, json=body).json()
         assert (made["choices"], made["usage"]) == (plain["choices"], plain["usage"])
+
+
+def test_nothing_is_made_of_the_vocabulary_for_short_texts(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What bounds a text's tokens takes half a second to make, when it is first asked for."""
+
+    def never(self: PieceTokenizer, text: str) -> int:
+        raise AssertionError(text)
+
+    monkeypatch.setattr(PieceTokenizer, "fewest", never)
+    for more in ({}, {"prediction": {"type": "content", "content": "It is four."}}):
+        assert client.post(CHAT, json=ask(**more)).status_code == 200
