@@ -198,9 +198,8 @@ def _requests(models: list[str]) -> Json:
     prompt = [text, {**ids, "minItems": 1},
               {"type": "array", "minItems": 1, "maxItems": bodies.MOST_CHOICES,
                "items": {"anyOf": [text, {**ids, "minItems": 1}]}}]  # fmt: skip
-    parts = {"type": "array", "items": ref("Part")}
     prediction = object_of(
-        {"type": {"const": "content"}, "content": {"anyOf": [text, parts]}}, "type", "content"
+        {"type": {"const": "content"}, "content": _text_or_parts()}, "type", "content"
     )
     choices = maybe(whole_number(1, bodies.MOST_CHOICES))
     top = maybe(whole_number(0, 20))
@@ -241,8 +240,12 @@ def _requests(models: list[str]) -> Json:
     }  # fmt: skip
 
 
+def _text_or_parts() -> Json:
+    return {"anyOf": [{"type": "string"}, {"type": "array", "items": ref("Part")}]}
+
+
 def _turn(text: Json) -> Json:
-    said = {"anyOf": [text, {"type": "array", "items": ref("Part")}]}
+    said = _text_or_parts()
     others = _refused(("function_call", "audio"))
     words = {"role": {"enum": [*get_args(Role), "developer"]}, "content": said,
              "tool_call_id": maybe(text), "name": maybe(text)}  # fmt: skip

@@ -12,9 +12,7 @@ from tandem.errors import BadStepError
 from tandem.objectives.kl import token_kl
 from tandem.objectives.losses import explained_variance
 from tandem.objectives.masked import masked_mean, masked_std, masked_sum
-from tandem.objectives.rewards import (
-    token_rewards,
-)
+from tandem.objectives.rewards import token_rewards
 from tandem.training.algorithm import Algorithm
 from tandem.training.policy_functions import required_advantages
 from tandem.training.rollout_rows import at_tokens, selected
