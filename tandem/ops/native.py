@@ -135,6 +135,16 @@ def compiler() -> str | None:
     return _compiler()
 
 
+def arithmetic() -> str:
+    """Where the last bits of numbers on a CPU come from: two processes compute the same bits if
+    this is the same text. Builds the operations.
+
+    `AVX-512 with BF16, AMX for fp32 and bf16`, or `plain torch`.
+    """
+    text: str = torch.ops.tandem.arithmetic() if available() else "plain torch"
+    return text
+
+
 def instruction_sets() -> list[str]:
     """Which of the instruction sets that matter to the operations this processor has."""
     return [name for name in INSTRUCTION_SETS if name in processor.features()]

@@ -15,13 +15,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tandem.checkpoint.folder import (
-    MANIFEST,
-    copy_folder,
-    read_facts,
-    require_own,
-    together,
-)
+from tandem.checkpoint.folder import MANIFEST, copy_folder, read_facts, require_own, together
 from tandem.checkpoint.saver import Saver
 from tandem.checkpoint.state import (
     SavedState,
@@ -43,6 +37,7 @@ from tandem.files import remove_left
 from tandem.files import replace as replace_file
 from tandem.metrics.answers import LINE_FILES
 from tandem.metrics.log import MetricLog, MutedLog
+from tandem.ops.arithmetic import computed_by
 from tandem.parallel.world import World
 from tandem.text import ignore_line
 from tandem.training import own_folder
@@ -55,6 +50,8 @@ from tandem.training.own_templates import keep_template
 from tandem.training.provenance import Identity, environment, origin
 from tandem.training.signals import StopSignals
 from tandem.training.stage_data import StepRows
+
+_BY = "computed_by"
 
 
 class Run:
@@ -285,10 +282,10 @@ class Run:
                 world=self.world,
                 beside=self.config.save_async,
             )
-        numbers = {**state.numbers, "made_from": self.identity.made_from(stage)}
+        facts = {"made_from": self.identity.made_from(stage), _BY: computed_by(self.device)}
         # Lines of steps before the checkpoint are not written again, so they must be on disk.
         logs = [self.path / name for name in LINE_FILES]
-        state = State(state.step, state.tensors, numbers, state.best)
+        state = State(state.step, state.tensors, {**state.numbers, **facts}, state.best)
         self._savers[stage].save(state, origin(self.config, self.world), synced=logs)
 
     def finish_saving(self, stage: str) -> None:
@@ -313,6 +310,9 @@ class Run:
             state, notes = load_newest_state(folder, self.world)
         else:
             state, notes = load_state_before(folder, before, self.world)
+        by, now = None if state is None else state.numbers.get(_BY), computed_by(self.device)
+        if by not in (None, now):  # None: of an earlier version
+            notes.append(f"{stage}: note: so far by {by}, from here by {now}: other last bits")
         for note in notes:
             self.print_line(note)
         if before is not None:

@@ -48,7 +48,7 @@ from tandem.rewards.scoring import named
 from tandem.text import counted, visible
 from tandem.training.answer_records import shown_rows
 from tandem.training.callbacks import Callback, CallbackStop, require_callbacks
-from tandem.training.checks.agreement import plain_ranks, require_one_configuration
+from tandem.training.checks.agreement import require_one_configuration, unlike_ranks
 from tandem.training.checks.conversation_trial import check_environment
 from tandem.training.checks.disk_room import require_room
 from tandem.training.checks.left_out import left_out_lines
@@ -232,7 +232,8 @@ def _train(run: Run, command: str, settled: Sequence[str]) -> None:
             check_environment(config, rows, columns, run.world, print_line)
             check_rewards(rl.reward_function, config, rows, run.world, print_line)
         to_come = replace(config, stages=tuple(unfinished))
-        for line in idle_ranks(to_come, run.world) + plain_ranks(run.world):
+        together = config.parallel.inference_tp_size
+        for line in idle_ranks(to_come, run.world) + unlike_ranks(run.world, together):
             print_line(line)
         sources = tokenizer_sources(run)
         for line in decoders_alone(config, *sources) + rates_for_large_models(to_come, *sources):

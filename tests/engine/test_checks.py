@@ -11,13 +11,14 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from tandem.engine.checks import check_policy
-from tandem.errors import ModelError
+from tandem.errors import ConfigError, ModelError
 from tandem.models.load import new_causal_lm
 from tandem.models.selfcheck import Agreement
 from tandem.ops import native
 from tandem.parallel.shard import ShardPlan, shard
 from tandem.parallel.world import World
-from tandem.training.checks.agreement import plain_ranks
+from tandem.training.checks import agreement
+from tandem.training.checks.agreement import unlike_ranks
 from tests.models.families import perturbed, tiny_model
 from tests.ranks import on_ranks
 
@@ -70,7 +71,7 @@ def checked_beside_plain_torch(world: World) -> tuple[Agreement, list[str]]:
     native.why_not.cache_clear()
     model = tiny_model("llama").to(torch.bfloat16).eval()
     shard(model, (), ShardPlan(), world)
-    return check_policy(model), plain_ranks(world)
+    return check_policy(model), unlike_ranks(world)
 
 
 def test_ranks_that_compute_otherwise_decide_alike() -> None:
@@ -84,6 +85,34 @@ def test_ranks_that_compute_otherwise_decide_alike() -> None:
         assert line.startswith("note: rank 1 on ")
         assert " computes by plain torch (TANDEM_NATIVE is off), others by C++ operations" in line
         assert lines == others
+
+
+def told_of_other_instructions(world: World) -> tuple[list[str], str]:
+    if world.rank == 1:
+        agreement.computed_by = lambda device: "AVX2, torch 2.13.0"  # type: ignore[assignment]
+    else:
+        agreement.computed_by = lambda device: "AVX-512, torch 2.13.0"  # type: ignore[assignment]
+    lines = unlike_ranks(world)
+    with pytest.raises(ConfigError) as refused:
+        unlike_ranks(world, together=2)
+    return lines, str(refused.value)
+
+
+def test_ranks_of_other_instructions_are_told_and_do_not_draw_together() -> None:
+    """An answer would end on one of them alone, and the others would wait for it for ever."""
+    first, second = on_ranks(2, told_of_other_instructions)
+    assert first == second
+    (line,), refused = first
+    assert line.endswith(
+        " computes by AVX2, torch 2.13.0, rank 0 by AVX-512, torch 2.13.0: numbers agree to "
+        "rounding alone"
+    )
+    assert "(--inference-tp-size) must compute the same bits; got AVX-512" in refused
+    assert refused.endswith("or use --inference-tp-size 1.")
+
+
+def test_ranks_of_one_kind_need_no_line() -> None:
+    assert on_ranks(2, unlike_ranks) == [[], []]
 
 
 def test_generate_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import ModelInfo
 
 from tandem.checkpoint.state import newest_numbers
@@ -19,6 +20,7 @@ from tandem.errors import CheckpointError, ConfigError
 from tandem.models import source
 from tandem.parallel.world import World
 from tandem.rewards.loading import source_files
+from tandem.training import run_folder
 from tandem.training.provenance import Identity, difference
 from tandem.training.stage_data import prepare_rows
 from tests.tiny import tiny_config, write_preferences
@@ -199,11 +201,18 @@ def test_a_schema_of_answers_counts_by_its_text(tiny_model: str, tmp_path: Path)
         identity("first.json").made_from("ppo")
 
 
-def test_what_nobody_reads_may_change(stopped: StoppedRun) -> None:
+def test_what_nobody_reads_and_what_computes_may_change(
+    stopped: StoppedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another processor goes on, and a line says that its bits are others."""
     (stopped.given / "base" / "README.md").write_text("a model card")
+    now = run_folder.computed_by(torch.device("cpu"))
+    monkeypatch.setattr(run_folder, "computed_by", lambda device: "AVX9, torch 2.13.0")
     lines: list[str] = []
     ran(stopped.config, lines=lines)
     assert "ppo: continuing after step 2 (checkpoint verified)" in lines
+    note = f"ppo: note: so far by {now}, from here by AVX9, torch 2.13.0: other last bits"
+    assert [line for line in lines if "other last bits" in line] == [note]
 
 
 def test_columns_that_a_reward_function_reads_are_of_the_rows(

@@ -730,6 +730,7 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
         " bool keep_logits) -> (Tensor, Tensor)");
   m.def("product_choices() -> str", &choices);
   m.def("why_no_amx(bool half) -> str", &why_no_amx);
+  m.def("arithmetic() -> str", &arithmetic);
   m.def("is_whole_backward() -> bool", &is_whole_backward);
   m.def("sample(Tensor logits, Tensor keys, Tensor token_numbers, float temperature)"
         " -> (Tensor, Tensor, Tensor)");

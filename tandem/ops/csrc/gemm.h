@@ -148,4 +148,7 @@ void multiply_turned(const T* a, int64_t a_stride, const T* b, int64_t b_stride,
 // where they do.
 std::string why_no_amx(bool half);
 
+// Where the last bits of numbers come from: the instruction set, and the unit where it is used.
+std::string arithmetic();
+
 }  // namespace tandem

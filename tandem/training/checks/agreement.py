@@ -19,6 +19,7 @@ from tandem.errors import ConfigError, DataError, ModelError, TandemError
 from tandem.files import sha256
 from tandem.named_functions import files_of_function
 from tandem.ops import native
+from tandem.ops.arithmetic import computed_by
 from tandem.parallel.world import World
 from tandem.text import counted, visible
 from tandem.types import PromptRow
@@ -78,22 +79,43 @@ def _require_alike(told: Sequence[tuple[str, Mapping[str, str]]], rule: str, adv
         raise ConfigError(f"{rule}; got {shown}{more}. {advice}")
 
 
-def plain_ranks(world: World) -> list[str]:
-    """A line on ranks that lack the C++ operations which others have: they are slower, and what
-    they say of it is in their logs. Builds the operations. A collective."""
-    if world.size == 1 or world.device.type != "cpu":
+def unlike_ranks(world: World, together: int = 1) -> list[str]:
+    """A line on ranks that compute with other operations, instructions or GPUs than the first:
+    slower perhaps, and other bits. Builds the operations. A collective.
+
+    Args:
+        together: ranks that generate together. Each of them draws for itself, and an answer that
+            ended on one alone would leave the others waiting.
+    Raises:
+        ConfigError: on every rank, ranks that generate together compute otherwise.
+    """
+    if world.size == 1:
         return []
-    told = world.all_gather_object((socket.gethostname(), native.why_not()))
-    plain = [(rank, *said) for rank, said in enumerate(told) if said[1]]
-    if not plain or len(plain) == world.size:  # then the first rank has said it
+    why_plain = native.why_not() if world.device.type == "cpu" else ""
+    told = world.all_gather_object((socket.gethostname(), computed_by(world.device), why_plain))
+    for rank, (host, by, _) in enumerate(told):
+        lead = rank - rank % together
+        lead_host, lead_by, _ = told[lead]
+        if by != lead_by:
+            raise ConfigError(
+                "ranks that generate together (--inference-tp-size) must compute the same bits; "
+                f"got {lead_by} on {lead_host} (rank {lead}) and {by} on {host} (rank {rank}). "
+                "Give each the same operations (TANDEM_MARCH and TANDEM_AMX say which), or use "
+                "--inference-tp-size 1."
+            )
+    # If all lack the operations, the first has said why.
+    others = [rank for rank, said in enumerate(told) if said[1] != told[0][1]]
+    if not others:
         return []
-    rank, host, why = plain[0]
-    more = f", as on {counted(len(plain) - 1, 'rank')} more" if plain[1:] else ""
-    line = (
-        f"note: rank {rank} on {host} computes by plain torch ({visible(why)}){more}, others by "
-        "C++ operations: all wait for it, and numbers agree to rounding alone"
-    )
-    return [line]
+    plain = [rank for rank, said in enumerate(told) if said[2]]
+    shown = plain or others
+    host, by, why = told[shown[0]]
+    more = f", as on {counted(len(shown) - 1, 'rank')} more" if shown[1:] else ""
+    if plain:
+        what = f"plain torch ({visible(why)}){more}, others by C++ operations: all wait for it, and"
+    else:
+        what = f"{by}{more}, rank 0 by {told[0][1]}:"
+    return [f"note: rank {shown[0]} on {host} computes by {what} numbers agree to rounding alone"]
 
 
 def require_same_prompts(prompts: Sequence[PromptRow], world: World) -> None:
