@@ -203,6 +203,16 @@ def one_by_one(
     return draws, ended, [row for row, _, _ in rows]
 
 
+def test_no_clock_is_read_for_what_changes_bits() -> None:
+    """Ranks, and a run before and after a stop, must choose the same arithmetic on a busy machine.
+
+    `tuning` chooses between ways of the same bits; `threads` measures loops for a bench.
+    """
+    clocks = re.compile(r"_clock\b|\bclock_|\bclock\(|rdtsc|gettimeofday|\btime\(")
+    read = {file.stem for file in native.SOURCES.iterdir() if clocks.search(file.read_text())}
+    assert read == {"tuning", "threads"}
+
+
 @pytest.mark.parametrize("most", [1, 3, 50])
 @pytest.mark.parametrize("until", [0, 3, 9])
 @pytest.mark.parametrize(("stops", "banned", "least"), [([], [], 0), ([3, 7], [], 0),

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -848,19 +847,6 @@ void multiply_turned_piece(const T* a, int64_t a_stride, const T* b, int64_t b_s
 
 #if defined(TANDEM_AMX)
 
-constexpr double kEmulated = 3;  // times the vectors' time: no unit is that slow by itself
-
-double seconds_of(c10::function_ref<void()> body) {
-  double best = 1e9;
-  for (int i = 0; i < 5; ++i) {
-    const auto began = std::chrono::steady_clock::now();
-    body();
-    best = std::min(
-        best, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
-  }
-  return best;
-}
-
 // The largest distance from the exact product of x (M, K) and w (N, K), over the sum of magnitudes.
 template <class T>
 double error_of(const std::vector<T>& x, const std::vector<T>& w, const std::vector<T>& y, int64_t M,
@@ -881,11 +867,8 @@ double error_of(const std::vector<T>& x, const std::vector<T>& w, const std::vec
 }
 
 // Why the unit is not used for numbers of type T, or nothing: rows must be the same alone, in any
-// company and place, and no further from the exact product than the vectors'. Which of the two is
-// faster at this moment does not decide: the unit sums in an order of its own, so another answer in
-// the next process, in a run that goes on or on another rank would be other numbers. On a busy host
-// float32 can be as fast by vectors (a quarter of the time otherwise); only a unit that is
-// emulated falls far behind them.
+// company and place, and no further from the exact product than the vectors'. How fast they are made is
+// not asked: time depends on who else runs, and a run that goes on must get the same bits.
 template <class T>
 std::string why_not_amx() {
   const char* const asked = std::getenv("TANDEM_AMX");
@@ -919,26 +902,6 @@ std::string why_not_amx() {
   multiply_cut<T>(x.data(), K, M, packed.data(), N, K, part.data(), N, {}, kCuts[0]);
   const double far = error_of(x, w, part, M, N, K);
   if (!(error_of(x, w, whole, M, N, K) <= 1.5 * far)) return "its numbers are less exact than vectors'";
-#if !defined(TANDEM_EMULATE_AMX)
-  constexpr int64_t side = 512;  // of numbers as they come: zeros would cost the unit less
-  std::vector<T> a(side * side), c(side * side);
-  for (int64_t i = 0; i < side * side; ++i) a[i] = w[i * 7 % (N * K)];
-  const Matrix<T> square{a.data(), side, 1};
-  packed.resize(panels_size<T>(side, side));
-  std::vector<float> tiles(panels_size<T>(side, side));
-  pack_panels(square, side, side, kPanel, packed.data());
-  amx::pack(square, side, side, tiles.data());
-  double vectors = 1e9, unit = 1e9;
-  for (int attempt = 0; attempt < 5 && unit > kEmulated * vectors; ++attempt) {
-    vectors = std::min(vectors, seconds_of([&] {
-      multiply_cut<T>(a.data(), side, side, packed.data(), side, side, c.data(), side, {}, kCuts[0]);
-    }));
-    unit = std::min(unit, seconds_of([&] {
-      amx::multiply_packed<T>(a.data(), side, side, tiles.data(), side, side, c.data(), side, {});
-    }));
-  }
-  if (unit > kEmulated * vectors) return "it takes three times as long as vectors, as one that is emulated";
-#endif
   return "";
 }
 
