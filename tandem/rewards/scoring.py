@@ -106,14 +106,14 @@ class FunctionScores:
         """Answers that it failed on, whatever the reason."""
         return sum(self.failed)
 
-    def describe(self) -> str:
-        """The failures in one line; "" if there are none."""
+    def describe(self, fate: str = "") -> str:
+        """The failures in one line, with the answers' fate; "" if there are none."""
         if not self.failures:
             return ""
         reasons = ", ".join(f"{reason} {count}" for reason, count in self.failures.items())
         return (
             f"reward function {self.label} failed on {self.num_failed} of {len(self.scores)} "
-            f"answers ({reasons}); the first: {self.first}"
+            f"answers ({reasons}){fate}; the first: {self.first}"
         )
 
 
@@ -280,7 +280,8 @@ class RewardFunctions:
         """
         if found.failures:
             self._require_no_failure(found)
-            self._print_line(found.describe())
+            gets = "score 0" if self.config.on_failure == "zero" else "get no score"
+            self._print_line(found.describe(f", which {gets} from it"))
 
     def _scored(
         self, function: _Function, call: Call, sources: Sequence[str], tells: bool
@@ -327,8 +328,7 @@ class RewardFunctions:
         return [outcome for outcomes in function.pool.run(calls) for outcome in outcomes]
 
     def _tell(self, function: _Function, found: FunctionScores, tells: bool = True) -> None:
-        lines = lines_printed(function.printed)
-        for line in told_printed(f"reward function {found.label}", lines):
+        for line in told_printed(f"reward function {found.label}", lines_printed(function.printed)):
             self._print_line(line)
         if tells:
             self.tell_failures(found)

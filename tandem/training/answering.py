@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -13,6 +13,7 @@ from tandem.engine.hybrid import RLHFEngine
 from tandem.generation.keeping import StateKeeper
 from tandem.metrics.timing import Phases
 from tandem.rewards.scoring import RewardFunctions
+from tandem.text import ignore_line
 from tandem.training.algorithm import Algorithm
 from tandem.training.checks.agreement import require_same_prompts
 from tandem.training.dynamic_sampling import Answered, MorePrompts, Refill, in_rounds, refilled
@@ -41,16 +42,19 @@ class Answering:
         rewards: RewardFunctions | None,
         more_prompts: MorePrompts | None,
         phases: Phases,
+        print_line: Callable[[str], None] | None = None,
     ) -> None:
         """
         Args:
             source: where answers come from; None: the engine's rollouts.
             phases: times what is done.
+            print_line: shows a line to the user, on the first rank; None prints.
         """
         self.more_prompts, self.source = more_prompts, source
         self._engine, self._config, self._algorithm = engine, config, algorithm
         self._rewards = rewards
         self._phases = phases
+        self._print_line = print_line if engine.world.is_first else ignore_line
 
     def answered(
         self,
@@ -61,6 +65,17 @@ class Answering:
     ) -> Answered:
         """Answers to prompts, and their scores; `keeper` keeps the tokens' states if the rollout is
         the engine's."""
+        made = self._answered(prompts, step, numbers, keeper)
+        made[1].tell_failed_models(self._print_line)
+        return made
+
+    def _answered(
+        self,
+        prompts: Sequence[PromptRow],
+        step: int,
+        numbers: Sequence[int] | None = None,
+        keeper: StateKeeper | None = None,
+    ) -> Answered:
         require_same_prompts(prompts, self._engine.world)
         with self._phases("generate") as phase:
             if self.source is None:
@@ -79,10 +94,17 @@ class Answering:
     ) -> tuple[Rollout, ScoredAnswers, Tensor]:
         """Answers to as many prompts with a signal as are given, or to the most that
         `sampling_rounds` allows; their scores; and which to learn from, (B,) bool."""
+        made = self._with_signal(prompts, step, numbers)
+        made[1].tell_failed_models(self._print_line)
+        return made
+
+    def _with_signal(
+        self, prompts: Sequence[PromptRow], step: int, numbers: Sequence[int] | None
+    ) -> tuple[Rollout, ScoredAnswers, Tensor]:
         num_most = len(prompts) * self._algorithm.sampling_rounds
         if not self._can_refill():
             return in_rounds(
-                self.answered(prompts, step, numbers),
+                self._answered(prompts, step, numbers),
                 num_most=num_most,
                 answer=partial(self._answered_more, list(prompts), step, numbers),
                 pad_token_id=self._engine.renderer.pad_token_id,
@@ -149,4 +171,4 @@ class Answering:
         if not more:
             return None
         first = place if numbers is None else max(numbers) + 1 + place - len(numbers)
-        return self.answered(more, step, range(first, first + len(more)))
+        return self._answered(more, step, range(first, first + len(more)))

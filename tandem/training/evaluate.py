@@ -25,6 +25,7 @@ from tandem.objectives.losses import wins_of
 from tandem.objectives.masked import masked_sum
 from tandem.parallel.shard import shards_of
 from tandem.rewards.scoring import RewardFunctions
+from tandem.text import ignore_line
 from tandem.training.calibration import calibration_error
 from tandem.training.rollout_source import RolloutSource
 from tandem.training.scored_answers import ScoredAnswers, score_answers
@@ -194,6 +195,7 @@ def policy_metrics(
     keep: Callable[[Rollout, ScoredAnswers, Tensor | None], None] | None = None,
     source: RolloutSource | None = None,
     divergence: Divergence | None = None,
+    print_line: Callable[[str], None] = ignore_line,
 ) -> dict[str, float]:
     """Held-out reward, KL, EOS rate and length of the actor, and the reward of its EMA.
 
@@ -204,6 +206,7 @@ def policy_metrics(
             reference), (B, T) nats.
         source: where answers come from; None: the engine's rollouts.
         divergence: what is learned over the vocabulary, measured too.
+        print_line: shows what reward models failed on, on the first rank.
     """
     if not prompts:
         return {}
@@ -222,6 +225,7 @@ def policy_metrics(
             )
 
     answers = scores(rollout)
+    answers.tell_failed_models(print_line, "held-out answers")
     metrics = answer_metrics(rollout, answers)
     ratios = None
     if divergence is not None:

@@ -127,6 +127,7 @@ class OnlineDPO:
         self._given = named_pair_losses(run.config.dpo)
         self._kept = AnswerKeeper(engine.tokenizer, run.config.log.record_answers)
         self.followed = self._kept.followed
+        self._print_line = run.print_line
         self._budget = MicroBatchBudget(engine.settings, engine.world, run.print_line)
         updates = -(-self._config.ppo.prompts_per_step // self._pairs_per_update)
         engine.actor_learner.schedule(num_steps * self._config.ppo.epochs * updates)
@@ -162,6 +163,7 @@ class OnlineDPO:
                 engine.world,
                 combine=config.scoring.combine,
             )
+            scored.tell_failed_models(self._print_line)
             algorithm = algorithm_of(
                 config.ppo,
                 config.sampling.max_new_tokens,
@@ -232,7 +234,14 @@ class OnlineDPO:
     def evaluate(self) -> dict[str, float]:
         """Scores of answers to held-out prompts."""
         heldout = self._rows.heldout_prompts[: self._config.ppo.eval_prompts]
-        return policy_metrics(self.engine, heldout, self._config, self._rewards, self._kept.follow)
+        return policy_metrics(
+            self.engine,
+            heldout,
+            self._config,
+            self._rewards,
+            self._kept.follow,
+            print_line=self._print_line,
+        )
 
     def rehearse(self) -> None:
         """The largest micro-batch that can come, forward and backward, for nothing."""

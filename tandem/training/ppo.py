@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -87,7 +87,7 @@ def rl_job(run: Run, rows: StepRows, stage: str) -> StageJob:
         epochs=None,
         max_steps=num_rollouts(rl, len(prompts)),
     )
-    trainer = PPOStage(_trainer(run, rows, stage, order.num_steps), rows)
+    trainer = PPOStage(_trainer(run, rows, stage, order.num_steps), rows, run.print_line)
     return StageJob(
         trainer,
         prompts,
@@ -100,8 +100,11 @@ def rl_job(run: Run, rows: StepRows, stage: str) -> StageJob:
 class PPOStage:
     """A step is one rollout and its updates (a `StageTrainer`)."""
 
-    def __init__(self, trainer: PPOTrainer, rows: StepRows) -> None:
+    def __init__(
+        self, trainer: PPOTrainer, rows: StepRows, print_line: Callable[[str], None]
+    ) -> None:
         self.trainer = trainer
+        self._print_line = print_line
         self.phases = trainer.phases
         self.thresholds: Mapping[str, float] = {"ratio-gap": trainer.ratio_tolerance}
         self._rows = rows
@@ -138,6 +141,7 @@ class PPOStage:
             self._kept.follow,
             trainer.answering.source,
             divergence=trainer.algorithm.divergence,
+            print_line=self._print_line,
         )
         if rows.heldout_ptx:
             texts = rows.heldout_ptx

@@ -115,8 +115,7 @@ class PPOTrainer:
         require_texts(rl, stage.section, ptx_rows)
         require_roles(engine, algorithm, stage.section, rl.kl_coef)
         self.engine = engine
-        self.config = config
-        self.rl = rl
+        self.config, self.rl = config, rl
         self.algorithm = algorithm
         self.ptx_rows = ptx_rows
         self.phases = phases or Phases()
@@ -128,6 +127,7 @@ class PPOTrainer:
             rewards=self.reward_function,
             more_prompts=more_prompts,
             phases=self.phases,
+            print_line=print_line,
         )
         self.budget = MicroBatchBudget(engine.settings, engine.world, print_line)
         self.kl_coef = rl.kl_coef

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Literal
 
@@ -102,6 +103,35 @@ class ScoredAnswers:
             return {}
         named = zip(self.labels, self.further.unbind(dim=1), strict=True)
         return {"reward_model": self.model, **dict(named)}
+
+    def tell_failed_models(
+        self, print_line: Callable[[str], None] | None, answers: str = "answers"
+    ) -> None:
+        """Show a line for each reward model without a finite score of some answers: how many, and
+        what becomes of them.
+
+        Args:
+            print_line: None prints.
+            answers: what they are called.
+        """
+        print_line = print_line or partial(print, flush=True)
+        models = self._models().items()
+        for (label, column), weight in zip(models, (1.0, *self.weights), strict=False):
+            lacking = column.isnan()
+            if not (count := int(lacking.sum())):
+                continue
+            by_function = lacking & ~self.function.isnan()
+            fates = {
+                "left out": int((lacking & ~self.is_scored).sum()),
+                "rewarded by functions alone": int(by_function.sum()),
+                "scored 0": int((lacking & self.is_scored & ~by_function).sum()),
+            }
+            fate = ", ".join(f"{number} {what}" for what, number in fates.items() if number)
+            which = label.removeprefix("reward_model").removeprefix(".")
+            if weight == 0:
+                fate = "its weight is 0, so no reward changes"
+            model = f"reward model {which}".rstrip()
+            print_line(f"{model} gave {count} of {len(column)} {answers} no finite score: {fate}")
 
     def _failed_models(self) -> Tensor:
         """(B,) bool: answers to which a reward model that counts gives no finite score."""

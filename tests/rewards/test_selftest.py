@@ -290,8 +290,9 @@ def test_a_failure_that_the_answer_may_cause_is_a_line() -> None:
     rewards.close()
     (line,) = lines
     assert line == (
-        "reward function numeric failed on 1 of 1 answers (exception 1); the first: d.jsonl:1: "
-        "ValueError: invalid literal for int() with base 10: 'An answer.'"
+        "reward function numeric failed on 1 of 1 answers (exception 1), which get no score "
+        "from it; the first: d.jsonl:1: ValueError: invalid literal for int() with base 10: "
+        "'An answer.'"
     )
     stopping = RewardFunctions([numeric], ScoringConfig(on_failure="stop"), lines.append)
     with pytest.raises(DataError, match=r"failed on 1 of 1 answers .* set scoring\.on_failure"):

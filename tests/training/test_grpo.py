@@ -23,6 +23,7 @@ from tandem.config.grpo import PRESETS
 from tandem.config.load import build_config, check_config, dump_config
 from tandem.config.schema import RunConfig
 from tandem.config.scoring import weighted_models
+from tandem.engine.scoring import RewardScorer
 from tandem.errors import ConfigError
 from tandem.metrics.names import find_metric
 from tandem.models.modes import evaluating
@@ -40,7 +41,7 @@ from tandem.training.minibatches import minibatches
 from tandem.training.ppo import more_prompts
 from tandem.training.ppo_trainer import PPOTrainer
 from tandem.training.replay import replay
-from tandem.types import Experience, PromptRow, Source, TokenRow
+from tandem.types import Experience, PromptRow, Source, TokenBatch, TokenRow
 from tests.ranks import on_ranks
 from tests.tiny import tiny_config, tiny_llama
 from tests.training import letter_rewards
@@ -438,6 +439,48 @@ def test_several_reward_models_score_beside_each_other(tiny_model: str, tmp_path
     mean = made.metrics["reward_mean/reward_model"] - 0.5 * expected
     assert made.metrics["reward_before_penalty"] == pytest.approx(mean, abs=1e-5)
     assert trainer.train_rlhf(made, step=1)["updates"] >= 1
+
+
+@pytest.mark.parametrize(("stage", "rounds"), [("grpo", 1), ("grpo", 2), ("online-dpo", 1)])
+def test_a_reward_model_that_fails_on_answers_is_told_in_one_line_a_step(
+    tiny_model: str,
+    preferences: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+    rounds: int,
+) -> None:
+    """With sampling rounds, of all that the step answered together; of evaluations too."""
+    save_reward_models(tiny_model, tmp_path)
+    raw = RewardScorer.raw_batch
+
+    def failing(self: RewardScorer, batch: TokenBatch) -> torch.Tensor:
+        scores = raw(self, batch)
+        if not self.ensemble.others:  # the one beside the first
+            scores[0] = torch.nan
+        return scores
+
+    monkeypatch.setattr(RewardScorer, "raw_batch", failing)
+    config = config_of(
+        tmp_path / "run",
+        tiny_model,
+        data=[preferences],
+        stages=[stage],
+        grpo={"reward_function": [], "sampling_rounds": rounds, "steps": 2, "eval_every": 1},
+        ppo={"prompts_per_step": 6, "steps": 2, "eval_prompts": 4, "eval_every": 1},
+        reward_model=str(tmp_path / "helpful"),
+        scoring={"reward_models": [f"{tmp_path / 'harmless'}:0.5"]},
+    )
+    lines: list[str] = []
+    found = records(ran(config, lines=lines))
+    told = [line for line in lines if " no finite score: " in line]
+    trained = [line for line in told if "held-out" not in line]
+    assert len(trained) == 2
+    for line, record in zip(trained, found[1:], strict=True):
+        failed = int(record["values"]["reward_failures/result"])
+        assert line.startswith(f"reward model harmless gave {failed} of ")
+        assert line.endswith(f" answers no finite score: {failed} left out")
+    assert len(told) - len(trained) == 5, "evaluations before and after steps, two models compared"
 
 
 def test_the_lowest_of_several_models_scores_rewards_and_another_is_watched(

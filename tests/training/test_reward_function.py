@@ -260,8 +260,8 @@ def test_what_fails_is_logged_by_function_and_reason() -> None:
     assert metrics["reward_std/length"] == pytest.approx(0.866, abs=1e-3)
     assert found.total.tolist() == [0.5, 1.5, 1.5, 1.5]
     (line,) = lines
-    assert line.startswith("reward function picky failed on 3 of 4 answers (exception 2, result 1)")
-    assert line.endswith("; the first: f:2: ValueError: no")
+    told = "reward function picky failed on 3 of 4 answers (exception 2, result 1)"
+    assert line == f"{told}, which get no score from it; the first: f:2: ValueError: no"
     (again,) = scored([(picky, 1.0)], rollout, on_failure="zero")[0].values.T.tolist()
     assert again[1:] == [0.0, 0.0, 0.0]
     with pytest.raises(DataError, match=r"failed on 3 of 4 answers .* Fix the function"):
@@ -436,6 +436,16 @@ def test_an_answer_that_one_of_the_reward_models_cannot_score_has_no_score_of_th
     assert metrics["reward_watched"] == pytest.approx(4 / 3)
     joined = ScoredAnswers.joined([found, found])
     assert joined.metrics(rollout_of(*"abcdabcd"))["reward_failures/result"] == 4.0
+    lines: list[str] = []
+    joined.tell_failed_models(lines.append)
+    assert lines == [
+        "reward model gave 2 of 8 answers no finite score: 2 left out",
+        "reward model b gave 2 of 8 answers no finite score: 2 left out",
+        (
+            "reward model gold gave 2 of 8 answers no finite score: its weight is 0, so no reward "
+            "changes"
+        ),
+    ]
 
 
 def test_beside_a_reward_model_that_fails_a_function_alone_counts() -> None:
@@ -450,6 +460,18 @@ def test_beside_a_reward_model_that_fails_a_function_alone_counts() -> None:
     assert metrics["reward_failed"] == 1.0
     assert metrics["reward_failures/result"] == 2.0
     assert metrics["reward_none/reward_model"] == 0.5
+    lines: list[str] = []
+    found.tell_failed_models(lines.append)
+    told = "reward model gave 1 of 2 answers no finite score: 1 rewarded by functions alone"
+    assert lines == [told]
+    zero = rewards_of([function], ScoringConfig(on_none="zero"))
+    scorer.ensemble = Ensemble(
+        (FurtherScorer("reward_model.b", 1.0, FixedScorer([1.0, INF], 0.0, 1.0)),)
+    )  # type: ignore[arg-type]
+    found = score_answers(rollout, scorer, None, config, zero, World())  # type: ignore[arg-type]
+    found.tell_failed_models(lines.append)
+    none = "reward model b gave 1 of 2 answers no finite score: 1 scored 0"
+    assert lines == [told, told, none]
 
 
 def test_reward_models_that_score_no_answer_are_named() -> None:

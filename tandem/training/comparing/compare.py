@@ -127,11 +127,11 @@ def compare(
                     model, prompts, rows, run.settings, conversations=conversations, scorer=scorer
                 )
                 scored = score_answers(rollout, scorer, rows.renderer, rl, rewards, run.world)
+                scored.tell_failed_models(run.print_line, "held-out answers")
                 # Without penalties and clips; NaN without a score.
                 scores = scored.mixed.masked_fill(~scored.is_scored, torch.nan).cpu()
                 models[label] |= answer_metrics(rollout, scored)
-                values = [None if score != score else score for score in scores.tolist()]
-                every_score[label] = values
+                values = every_score[label] = [None if s != s else s for s in scores.tolist()]
                 for place, shown in zip(places, answers, strict=True):
                     text = said(rollout.prompts[place], rollout.responses[place])
                     shown["answers"][label] = {"text": text, "score": values[place]}

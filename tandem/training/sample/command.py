@@ -318,6 +318,7 @@ class _Sampling:
             models.rewards,
             self._world,
         )
+        scored.tell_failed_models(self._say)
         values = scored.mixed.masked_fill(~scored.is_scored, torch.nan).float().cpu().numpy()
         # The shortest decimals that are the same float32: 0.1, not 0.10000000149.
         return [float(str(value)) if np.isfinite(value) else None for value in values]
