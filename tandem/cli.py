@@ -68,7 +68,7 @@ _HOMES = {
     "vote": "tandem.serve.vote_command:vote_command",
     "sweep": "tandem.plan.sweep_command:sweep_command",
     "plan": "tandem.plan.plan_command:plan_command",
-    "doctor": "tandem.plan.doctor:doctor_command",
+    "doctor": "tandem.plan.doctor_command:doctor_command",
 }
 """Commands that parse their own flags."""
 

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import platform
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem import processor
-from tandem.config.pages import Parser
 from tandem.files import cache_folder, existing
 from tandem.generation.blocks import free_bytes
 from tandem.ops import gpu, native
@@ -35,21 +35,14 @@ _OPTIONAL = {
 }
 
 
-def doctor_command(args: Sequence[str]) -> int:
-    """Run `tandem doctor ARGS`; 0, or 1 where a needed package is missing."""
-    parser = Parser(
-        "doctor",
-        "[flags]",
-        "This machine: processor, C++ operations, speed, GPUs, versions, and what is missing.",
-        "tandem doctor --no-speed",
-    )
-    off = "Do not measure products and memory, which takes about 15 s."
-    parser.section("output")
-    parser.flag("--json", "Print the same facts as JSON.", False, shown="off", action="store_true")
-    parser.flag("--no-speed", off, True, shown="measured", action="store_false", dest="speed")
-    options = parser.parse_args(args)
-    facts = examine(speed=options.speed)
-    if options.json:
+def doctor(*, speed: bool, as_json: bool) -> int:
+    """Show this machine; 0, or 1 where a needed package is missing.
+
+    Args:
+        speed: measure products and memory.
+    """
+    facts = examine(speed=speed)
+    if as_json:
         print(json.dumps(facts, indent=2))
     else:
         _show(facts)
@@ -59,7 +52,7 @@ def doctor_command(args: Sequence[str]) -> int:
 def examine(*, speed: bool) -> dict[str, Any]:
     """Everything that the command shows, as JSON has it."""
     cache, why_no_cache, cache_bytes = _cache()
-    rates = [product_rate(*shape, dtype) for dtype in _DTYPES for shape in _SHAPES] if speed else []
+    rates, memory = _measured() if speed else ([], None)
     return {
         "processor": processor.kind(),
         "cores": processor.num_cores(),
@@ -79,7 +72,7 @@ def examine(*, speed: bool) -> dict[str, Any]:
             "why_no_cache_folder": why_no_cache,
         },
         "products": [dataclasses.asdict(rate) for rate in rates],
-        "memory_bytes_per_second": memory_rate() if speed else None,
+        "memory_bytes_per_second": memory,
         "gpus": _gpus(),
         "why_no_gpu_kernels": gpu.why_not() if torch.cuda.is_available() else None,
         "versions": {name: _version(name) for name in (*_NEEDED, *_OPTIONAL, "tandem-rlhf")},
@@ -88,6 +81,21 @@ def examine(*, speed: bool) -> dict[str, Any]:
         "free_cache_disk_bytes": cache_bytes,
         "missing": _missing(),
     }
+
+
+def _measured() -> tuple[list[ProductRate], float]:
+    """Products and memory; what is being measured is said before, where the page does not go."""
+
+    def say(what: str) -> None:
+        print(f"tandem doctor: measuring {what} ...", file=sys.stderr, flush=True)
+
+    say("products and memory, about 15 s, on a busy machine minutes (--no-speed leaves it out)")
+    rates = []
+    for dtype in _DTYPES:
+        say(f"{str(dtype).removeprefix('torch.')} products")
+        rates += [product_rate(*shape, dtype) for shape in _SHAPES]
+    say("memory")
+    return rates, memory_rate()
 
 
 def _cache() -> tuple[str | None, str, int | None]:

@@ -17,7 +17,8 @@ from tandem.errors import ConfigError
 from tandem.ops import native
 from tandem.ops.rates import ProductRate
 from tandem.plan import doctor
-from tandem.plan.doctor import bf16_advice, doctor_command, examine
+from tandem.plan.doctor import bf16_advice, examine
+from tandem.plan.doctor_command import doctor_command
 from tandem.predict.machine import known_machine
 
 RATE = ProductRate(768, 128, 352, "fp32", 90.0, 80.0, 70.0, 60.0, "6x64, 1024")
@@ -29,7 +30,14 @@ def test_the_screen_names_processor_packages_and_speed(
     monkeypatch.setattr(doctor, "product_rate", lambda *shape: RATE)
     monkeypatch.setattr(doctor, "memory_rate", lambda: 2e10)
     assert main(["doctor"]) == 0
-    shown = capsys.readouterr().out
+    shown, told = capsys.readouterr()
+    loads, measures, *each = told.splitlines()
+    assert loads == "tandem doctor: loading PyTorch and transformers ..."
+    assert measures.startswith("tandem doctor: measuring products and memory, about 15 s")
+    assert each == [
+        f"tandem doctor: measuring {what} ..."
+        for what in ("float32 products", "bfloat16 products", "memory")
+    ]
     for part in (processor.kind(), "torch ", "20.0 GB/s", "768x128x352", "6x64, 1024"):
         assert part in shown
     assert len(shown.splitlines()) <= 40
@@ -98,6 +106,18 @@ def test_a_needed_package_that_is_missing_is_exit_code_1(
     )
     assert doctor_command(["--no-speed"]) == 1
     assert "tensorboard: pip install tensorboard." in capsys.readouterr().out
+
+
+def test_it_says_what_it_does_before_the_imports_that_take_seconds(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import sys\nsys.exit('torch is imported')")
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(tmp_path), os.getcwd()]))
+    command = [sys.executable, "-m", "tandem", "doctor"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout == ""
+    assert done.stderr.startswith("tandem doctor: loading PyTorch and transformers ...\n")
+    done = subprocess.run([*command, "--help"], env=environment, capture_output=True, text=True)
+    assert "--no-speed" in done.stdout
+    assert done.stderr == ""
 
 
 def test_a_mistake_is_a_config_error() -> None:
