@@ -13,7 +13,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
-from tandem.checkpoint.beside import verify_beside
+from tandem.checkpoint.beside import manifest_above, verify_beside
 from tandem.errors import ConfigError, ModelError
 from tandem.files import folder_near
 from tandem.models.save import ADAPTER_FOLDER
@@ -22,6 +22,8 @@ from tandem.text import one_line, visible
 
 _LOCAL = ("MANIFEST.json",)
 """Files that say something of this machine's folder only."""
+_LARGE_BYTES = 2**27
+"""From which a file's hashing is told: it may take seconds, from a slow disk minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +69,13 @@ def push(
             f"REPO must be OWNER/NAME; got {visible(repo)!r}: {one_line(error)}"
         ) from None
     folder = _folder_of(find_model(path, which), adapter=adapter)
-    verify_beside(folder)
     files = files_of(folder)
+    total = sum(file.num_bytes for file in files)
+    if manifest_above(folder) is not None:
+        print_line(f"comparing {len(files)} files, {total:,} bytes, with their manifest ...")
+    verify_beside(folder)
     for line in notes(folder):
         print_line(line)
-    total = sum(file.num_bytes for file in files)
     token = get_token()
     if not token and not dry_run:
         raise ConfigError(
@@ -93,7 +97,7 @@ def push(
         api.create_repo(repo, private=not public, exist_ok=True)
         commit = api.create_commit(
             repo,
-            [CommitOperationAdd(file.name, str(folder / file.name)) for file in files],
+            [_hashed(file, folder, print_line) for file in files],
             commit_message="Upload a model trained with Tandem",
         )
     except Exception as error:  # the client raises many kinds of errors
@@ -104,6 +108,13 @@ def push(
         ) from error
     print_line(f"uploaded: {commit.commit_url}")
     return files
+
+
+def _hashed(file: Upload, folder: Path, print_line: Callable[[str], None]) -> CommitOperationAdd:
+    """The file as the hub's client takes it, which reads it whole."""
+    if file.num_bytes >= _LARGE_BYTES:
+        print_line(f"  hashing {visible(file.name)}, {file.num_bytes:,} bytes ...")
+    return CommitOperationAdd(file.name, str(folder / file.name))
 
 
 def files_of(folder: Path) -> list[Upload]:

@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 from huggingface_hub import constants  # before HF_ENDPOINT is set, which it keeps
 
+from tandem.checkpoint.folder import MANIFEST, Entry, Manifest
 from tandem.cli import main
+from tandem.files import sha256
+from tandem.serve.push import files_of
 
 # The hub's client uploads large files in a way that its HTTP library advises against.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>'")
@@ -163,6 +166,24 @@ def test_a_folder_is_pushed_whole_and_private(
     assert "uploading 6 files" in out
     assert "names a base on this machine, /mine/base" in out
     assert f"uploaded: {hub.url}/you/model/commit/1" in out
+
+
+def test_large_files_are_named_while_they_are_hashed(
+    hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once to compare them with the manifest, if there is one, and once for the hub."""
+    monkeypatch.setattr("tandem.serve.push._LARGE_BYTES", 7)
+    weights = folder / "model.safetensors"
+    entries = {"model.safetensors": Entry(weights.stat().st_size, sha256(weights))}
+    (folder / MANIFEST).write_text(Manifest(entries, {}).text(), "utf-8")
+    assert main(["push", str(folder), "you/model"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    total = sum(file.num_bytes for file in files_of(folder))
+    compared = lines.index(f"comparing 6 files, {total:,} bytes, with their manifest ...")
+    begun = next(at for at, line in enumerate(lines) if line.startswith("uploading 6 files"))
+    hashed = lines.index("  hashing model.safetensors, 7 bytes ...")
+    assert compared < begun < hashed
+    assert "  hashing config.json, 2 bytes ..." not in lines
 
 
 def test_an_adapter_alone_and_a_listing(
