@@ -151,7 +151,7 @@ def _run(args: list[str], debug: bool) -> int:
         if not near and command.startswith("-"):
             hint = f"Flags follow a command, as in: tandem train {command}."
         raise ConfigError(f"{command!r} is not a command. {hint}")
-    own = command in ("sample", "export", "chat", "serve", "vote")  # these handle signals
+    own = command in ("sample", "export", "serve")  # these handle signals
     try:
         with nullcontext() if own else raising_stops(going_on(args)):
             return commands[command](rest)

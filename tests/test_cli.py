@@ -280,6 +280,8 @@ def test_ctrl_c_is_no_traceback(
         (("eval", "x"), "training.comparing.eval_command.evaluate_run", "starts over"),
         (("sweep", "x.yaml"), "plan.sweep_command.sweep_command",
          "continues; finished cases are kept"),
+        (("chat", "x"), "serve.chat.chat", "starts over; /save keeps a conversation"),
+        (("vote", "x.jsonl"), "serve.vote_command.ask_all", "continues; votes are kept"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

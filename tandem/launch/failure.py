@@ -106,9 +106,14 @@ def going_on(args: Sequence[str], at: str = "") -> str:
     command = args[0] if args else ""
     if command in ("train", *stage_names(), "demo"):
         return f"The same command continues{at}; finished stages are kept."
-    if command in ("chat", "serve", "vote"):
+    if command == "serve":
         return ""
-    kept = {"sample": "continues", "sweep": "continues; finished cases are kept"}
+    kept = {
+        "sample": "continues",
+        "sweep": "continues; finished cases are kept",
+        "vote": "continues; votes are kept",
+        "chat": "starts over; /save keeps a conversation",
+    }
     return f"The same command {kept.get(command, 'starts over')}."
 
 

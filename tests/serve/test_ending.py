@@ -1,5 +1,5 @@
-"""`tandem serve` as a process: any number of Ctrl-Cs is one line, and so are too many clients; a
-request for another protocol is none."""
+"""`tandem serve` and `tandem chat` as processes. Of a server any number of Ctrl-Cs is one line, and
+so are too many clients; a request for another protocol is none. A chat says that it was ended."""
 
 from __future__ import annotations
 
@@ -22,6 +22,24 @@ SECONDS = 300.0
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_chat_that_is_ended_says_so(model: str, number: signal.Signals) -> None:
+    command = [sys.executable, "-u", "-m", "tandem", "chat", model]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    try:
+        assert process.stdout is not None
+        assert any(line.startswith("talking to") for line in process.stdout)
+        process.send_signal(number)
+        process.wait(SECONDS)  # its input stays open
+        _, errors = process.communicate()
+    finally:
+        process.kill()
+    told = f"tandem: stopped by {number.name} before it was done. The same command starts over; "
+    assert errors.splitlines()[-1] == f"{told}/save keeps a conversation."
+    assert process.returncode == 128 + number
 
 
 @pytest.mark.parametrize(
