@@ -268,6 +268,24 @@ def test_minus_one_switches_off_what_another_trainer_switches_off_by_it(flags: s
     assert "sampling.top_k must be >= 0; got -1" in refused("--sampling.top-k -1")
 
 
+@pytest.mark.parametrize(
+    ("stage", "knob"),
+    [("ppo", "ppo"), ("grpo", "grpo"), ("online-dpo", "ppo"), ("distill", "grpo")],
+)
+def test_no_limit_of_steps_where_steps_are_rollouts_is_told_how_to_write(
+    stage: str, knob: str, tmp_path: Path
+) -> None:
+    """0 is one pass over the prompts; other trainers' -1 may be several, so it is not read."""
+    several = "rollouts, each with several optimizer steps"
+    told = f"Use --{knob}-steps: {several}; 0, for -1, makes one pass over the prompts"
+    assert told in refused("--max_steps -1", stage)
+    teacher = "--reference-model teacher " * (stage == "distill")
+    assert getattr(read(f"{teacher}--{knob}-steps 0", stage)[0], knob).steps == 0
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{knob}: {{max_steps: -1}}\n")
+    assert "; 0, for -1, makes one pass" in refused(f"--config {file}", stage)
+
+
 def test_minus_one_in_a_file_is_off_too(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("save_steps: -1\ntop_k: -1\nfp16: 0.0\nsft: {epochs: 2.0}\nmax_steps: -1\n")
