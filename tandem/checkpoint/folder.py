@@ -86,7 +86,7 @@ def write_folder(
     aside = folder.parent / f".tmp-{folder.name}-{world.all_gather_object(os.getpid())[0]}"
     try:
         together(lambda: clear(folder, aside) if world.is_first else None, folder, world)
-        together(lambda: fill(aside), folder, world)
+        together(lambda: _fill(fill, aside, folder), folder, world)
         entries = _described(aside, folder, world)
         manifest = Manifest(entries, facts or {})
         together(
@@ -96,6 +96,15 @@ def write_folder(
         shutil.rmtree(aside, ignore_errors=True)
         raise
     copy_folder(folder, world)
+
+
+def _fill(fill: Callable[[Path], None], aside: Path, folder: Path) -> None:
+    """Call `fill`; a disk's error within names `folder`, not the one aside that nobody has
+    chosen."""
+    try:
+        fill(aside)
+    except DiskError as error:
+        raise error.of_folder(aside, folder) from error.__cause__
 
 
 def copy_folder(folder: Path, world: World) -> bool:
@@ -228,6 +237,11 @@ class DiskError(CheckpointError):
         """The same where another flag names the folder."""
         problem, advice, _ = self.args
         return DiskError(problem, advice, flag)
+
+    def of_folder(self, aside: Path, folder: Path) -> DiskError:
+        """The same with another folder's name in place of the one that it has."""
+        problem, advice, flag = self.args
+        return DiskError(problem.replace(str(aside), str(folder)), advice, flag)
 
 
 def unwritable(folder: Path, error: OSError, world: World) -> DiskError:

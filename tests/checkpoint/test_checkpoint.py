@@ -5,16 +5,25 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tandem.checkpoint import shard_files as checkpoint_pieces
-from tandem.checkpoint.folder import MANIFEST, read_facts, read_manifest, write_folder
+from tandem.checkpoint.folder import (
+    MANIFEST,
+    read_facts,
+    read_manifest,
+    require_space,
+    together,
+    write_folder,
+)
 from tandem.checkpoint.saver import Saver
 from tandem.checkpoint.state import (
     LATEST,
@@ -28,6 +37,7 @@ from tandem.checkpoint.state import (
 )
 from tandem.errors import CheckpointError, NumericsError
 from tandem.files import sync
+from tandem.parallel.world import World
 from tests.whole import is_whole
 
 
@@ -298,6 +308,29 @@ def test_a_failure_while_writing_leaves_what_was_there(
     assert read_facts(folder) == {"n": 1}
     assert (folder / "a").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("free", [0, 1 << 30])
+def test_a_disk_that_refuses_a_model_names_the_folder_that_the_user_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    """Not the one beside it in which it is made."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+
+    def write(aside: Path) -> None:
+        require_space(aside / "actor", 1000, World())
+        together(refuse, aside / "actor", World())
+
+    def refuse() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(CheckpointError) as told:
+        write_folder(tmp_path / "sft", write)
+    cause = "be writable; got: No space left on device (1,073,741,824 bytes free)"
+    if free == 0:
+        cause = "have room for 1,000 bytes; got 0 bytes free"
+    advice = "Free some space or choose another --output-dir; what was saved before is intact."
+    assert str(told.value) == f"{tmp_path / 'sft' / 'actor'} must {cause}. {advice}"
 
 
 def test_what_is_not_ours_is_never_replaced(tmp_path: Path) -> None:
