@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -303,6 +304,35 @@ def accepted(drawn: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[list
         rows.append(list(range(first, first + count + 1)))
         first += len(draft) + 1
     return rows
+
+
+def confirmed(predicted: Sequence[int], drawn: Sequence[int]) -> int:
+    """How many tokens of a predicted text an answer said where it was expected to say them: behind
+    the predicted tokens that it said last. It follows from the two alone, not from what was run."""
+    places: dict[int, list[int]] = {}
+    for place, token_id in enumerate(predicted):
+        places.setdefault(token_id, []).append(place)
+    said: set[int] = set()
+    at = 0  # the token expected next
+    for number, token_id in enumerate(drawn):
+        if at < len(predicted) and predicted[at] == token_id:
+            said.add(at)
+            at += 1
+        elif known := places.get(token_id):
+            middle = bisect(known, at)
+            near = known[max(0, middle - _PLACES) : middle + _PLACES]
+            newest = drawn[max(0, number + 1 - _LONGEST_MATCH) : number + 1]
+            best = max(near, key=lambda place: (_match(predicted, place, newest), -abs(place - at)))
+            at = best + 1
+    return len(said)
+
+
+def _match(text: Sequence[int], place: int, newest: Sequence[int]) -> int:
+    """How many of the newest tokens, the last ones first, `text` has up to a place."""
+    same = 0
+    while same < min(place + 1, len(newest)) and text[place - same] == newest[-1 - same]:
+        same += 1
+    return same
 
 
 def runs_ahead(model: PreTrainedModel) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 from tandem.data.spoken import spoken
 from tandem.generation.observed import TokenLogprobs
+from tandem.generation.speculative import confirmed
 from tandem.serve.bodies import Wanted
 from tandem.serve.engine import Asked, Generation, Progress
 from tandem.serve.judging import Answered, Judging, finite, judge, prompt_logprobs
@@ -86,12 +87,19 @@ class Answering:
             for sample in range(wanted.n)
         ]
 
-    def usage(self) -> dict[str, int]:
-        """OpenAI's three counts; a prompt counts once."""
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's three counts; a prompt counts once. Of a prediction, too, how many of its tokens
+        the answers said and did not say."""
         prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
         drawn = sum(len(choice.drawn) for choice in self.choices)
-        return {"prompt_tokens": prompt, "completion_tokens": drawn,
-                "total_tokens": prompt + drawn}  # fmt: skip
+        counts = {"prompt_tokens": prompt, "completion_tokens": drawn,
+                  "total_tokens": prompt + drawn}  # fmt: skip
+        if not self.wanted.prediction:
+            return counts
+        said = sum(confirmed(choice.prompt.predicted, choice.drawn) for choice in self.choices)
+        of = sum(len(choice.prompt.predicted) for choice in self.choices)
+        details = {"accepted_prediction_tokens": said, "rejected_prediction_tokens": of - said}
+        return {**counts, "completion_tokens_details": details}
 
     async def steps(self) -> AsyncGenerator[Step]:
         """What is new, as it comes, until all choices have ended. Closing it frees their slots.

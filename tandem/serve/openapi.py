@@ -331,8 +331,12 @@ def _responses() -> Json:
     said = {"role": {"const": "assistant"}, "content": maybe(text), "refusal": {"type": "null"}}
     calls = {"type": "array", "items": ref("Call"), "minItems": 1}
     message = object_of({**said, "reasoning_content": text, "tool_calls": calls}, *said)
-    usage = object_of(dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), whole),
-                    "prompt_tokens", "completion_tokens", "total_tokens")  # fmt: skip
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+    predicted = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+    details = object_of(dict.fromkeys(predicted, whole), *predicted)
+    usage = object_of(
+        {**dict.fromkeys(counts, whole), "completion_tokens_details": details}, *counts
+    )
 
     def completion(kind: str, *finish: str, **choice: Json) -> Json:
         keys = {"index": whole, "finish_reason": {"enum": ["stop", "length", *finish]},

@@ -27,7 +27,7 @@ class Shape(Protocol):
     def chunk(self, step: Step) -> dict[str, Any] | None:
         """The chunk of a step; None if it has nothing to show."""
 
-    def closing(self, usage: dict[str, int]) -> dict[str, Any]:
+    def closing(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The last chunk, where usage is wanted."""
 
 
@@ -53,7 +53,7 @@ class _Common:
         usage = {"usage": None} if self._include_usage else {}
         return {**self._head, "object": self.object_chunk, "choices": [choice], **usage}
 
-    def closing(self, usage: dict[str, int]) -> dict[str, Any]:
+    def closing(self, usage: dict[str, Any]) -> dict[str, Any]:
         """As `Shape` says."""
         return {**self._head, "object": self.object_chunk, "choices": [], "usage": usage}
 

@@ -16,7 +16,13 @@ from tandem.generation import speculative
 from tandem.generation.native_runner import NativeRunner
 from tandem.generation.request import Request
 from tandem.generation.sampler import Sampler
-from tandem.generation.speculative import History, Speculator, StepTimes, accepted
+from tandem.generation.speculative import (
+    History,
+    Speculator,
+    StepTimes,
+    accepted,
+    confirmed,
+)
 from tandem.generation.streaming import Conversations, Handle
 from tandem.models.frozen import freeze_quantized
 from tests.generation.rollouts import CPU, STOPS, bitwise, new_wide, prompts, wide
@@ -105,6 +111,26 @@ def test_draws_are_kept_up_to_the_first_that_was_not_guessed() -> None:
         drafts = [chance.choices([1, 2], k=chance.randrange(5)) for _ in range(6)]
         drawn = chance.choices([1, 2], k=sum(map(len, drafts)) + 6)
         assert accepted(drawn, drafts) == slow_accepted(drawn, drafts)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "drawn", "said"),
+    [
+        ([1, 2, 3, 4], [1, 2, 3, 4], 4),
+        ([1, 2, 3, 4], [9, 1, 2, 3, 4, 9], 4),  # something before it and behind it
+        ([1, 2, 3, 4, 5, 6], [1, 2, 8, 5, 6], 3),  # 5 is where it goes on
+        ([1, 2, 3, 4], [3, 4], 1),  # 3 was not expected
+        ([1, 2], [1, 2, 1, 2], 2),  # no token is said twice
+        ([1, 2, 5, 2, 3, 6], [8, 5, 2, 3, 6], 3),  # behind 5, not behind the first 2
+        ([1, 2], [], 0),
+        ([], [1, 2], 0),
+        ([7, 8], [1, 2], 0),
+    ],
+)
+def test_the_tokens_of_a_prediction_that_were_said_are_counted(
+    predicted: list[int], drawn: list[int], said: int
+) -> None:
+    assert confirmed(predicted, drawn) == said
 
 
 def test_times_between_those_seen_are_in_proportion() -> None:

@@ -13,6 +13,13 @@ from tandem.generation.speculative import StepTimes
 from tests.generation.rollouts import bitwise
 from tests.serve.serving import CHAT, TestClient, ask, events
 
+_COUNTED = ("accepted", "rejected")
+
+
+def ids_of(client: TestClient, text: str) -> list[int]:
+    found: list[int] = client.post("/tokenize", json={"prompt": text}).json()["tokens"]
+    return found
+
 
 @pytest.fixture(autouse=True)
 def _small_models_speculate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,8 +57,12 @@ def test_what_was_predicted_is_the_same_answer_in_fewer_steps(
         steps.clear()
         body["prediction"] = {"type": "content", "content": content}
         made = client.post(CHAT, json=body).json()
+        counts = made["usage"].pop("completion_tokens_details")
         assert (made["choices"], made["usage"]) == (plain["choices"], plain["usage"])
-        if "n" not in more:
+        accepted, rejected = (counts[f"{name}_prediction_tokens"] for name in _COUNTED)
+        assert 20 < accepted <= made["usage"]["completion_tokens"]
+        if "n" not in more:  # the text may be of other tokens than were drawn
+            assert accepted + rejected >= len(ids_of(client, text))
             assert len(steps) < 0.5 * alone
     streamed = events(client.post(CHAT, json=body | {"stream": True}).text)
     said = [e["choices"][0] for e in streamed if e["choices"] and e["choices"][0]["index"] == 0]
@@ -67,7 +78,24 @@ def test_another_answer_than_predicted_is_the_same_too(
     for content in ("It is something else altogether.", "", " ", "\N{BLACK SQUARE}" * 30):
         body["prediction"] = {"type": "content", "content": content}
         made = client.post(CHAT, json=body).json()
+        counts = made["usage"].pop("completion_tokens_details", None)
         assert (made["choices"], made["usage"]) == (plain["choices"], plain["usage"])
+        if not content:
+            assert counts is None
+            continue
+        accepted, rejected = (counts[f"{name}_prediction_tokens"] for name in _COUNTED)
+        assert accepted <= 1
+        assert accepted + rejected >= len(ids_of(client, content))
+
+
+def test_a_stream_counts_what_was_predicted_too(client: TestClient) -> None:
+    body = ask(max_tokens=12, min_tokens=12, seed=3)
+    text = client.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
+    body["prediction"] = {"type": "content", "content": text}
+    whole = client.post(CHAT, json=body).json()["usage"]
+    assert whole["completion_tokens_details"]["accepted_prediction_tokens"] > 3
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    assert events(client.post(CHAT, json=body | options).text)[-1]["usage"] == whole
 
 
 def test_nothing_is_made_of_the_vocabulary_for_short_texts(
