@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TextIO, TypeVar
+
+from rich.cells import cell_len
 
 from tandem.data.reading.formats import OnBlank, Rows
 from tandem.data.reading.sources import DataSpec, read_rows
@@ -87,5 +90,18 @@ class Progress:
         self._said = now
         self._next = now + (_TERMINAL_SECONDS if self._is_terminal else _LINE_SECONDS)
         self._shown = line
-        self._out.write(f"{_CLEAR}{line}" if self._is_terminal else f"{line}\n")
+        self._out.write(f"{_CLEAR}{self._fitting(line)}" if self._is_terminal else f"{line}\n")
         self._out.flush()
+
+    def _fitting(self, line: str) -> str:
+        """The line as one of the terminal's, of which alone `_CLEAR` takes back; its end is kept,
+        which counts."""
+        try:
+            width = os.get_terminal_size(self._out.fileno()).columns - 1
+        except OSError:
+            width = 0
+        if width <= 1 or cell_len(line) <= width:
+            return line
+        while cell_len(line) > width - 1:
+            line = line[1:]
+        return f"…{line}"

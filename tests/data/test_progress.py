@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+
+import pytest
+from rich.cells import cell_len
 
 from tandem.data.progress import Progress
 
@@ -47,6 +51,32 @@ def test_a_terminal_has_one_line_that_is_removed() -> None:
     assert "\n" not in text
     assert text.count("reading a.jsonl: ") > 90
     assert text.endswith("counting tokens ...\r\x1b[K")
+
+
+@pytest.mark.parametrize(
+    ("path", "width"), [("a/long/folder/of/answers.jsonl", 40), ("数据" * 9, 20)]
+)
+def test_in_a_narrow_terminal_it_is_one_line_too(
+    monkeypatch: pytest.MonkeyPatch, path: str, width: int
+) -> None:
+    """Of one that breaks, the next one takes back its last row alone. Characters may be wide."""
+
+    class Narrow(Terminal):
+        def fileno(self) -> int:
+            return 2
+
+    monkeypatch.setattr(os, "get_terminal_size", lambda file: os.terminal_size((width, 24)))
+    out, clock = Narrow(), Clock()
+    with Progress(out, clock) as progress:
+        progress.begin(f"reading {path}")
+        for _ in progress.over(range(3200), 3200):
+            clock.now += 0.01
+    first, *lines = out.getvalue().split("\r\x1b[K")
+    assert first == ""
+    assert lines.pop() == ""
+    assert all(cell_len(line) < width for line in lines)
+    assert lines[0][0] == "…"
+    assert lines[0].endswith(f"{path[-5:]}: 112 of 3,200 rows"[-width + 3 :])
 
 
 def test_its_first_word_may_come_later() -> None:
