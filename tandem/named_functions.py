@@ -38,14 +38,20 @@ def function_in(
     Raises:
         ConfigError: there is no such file, module or function.
     """
+    is_file = where.endswith(".py")
+    if not is_file and (os.sep in where or Path(where).is_file()):
+        raise ConfigError(f"{problem}: {where} is no Python file. Give one that ends in .py.")
     try:
-        module = _module_from_file(where) if where.endswith(".py") else import_module(where)
+        module = _module_from_file(where) if is_file else import_module(where)
     # Whatever a user's file does when it runs is told to them in one line, SystemExit too.
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt | Stopped):
             raise
+        told = advice(error)
+        if isinstance(error, ModuleNotFoundError) and Path(f"{where}.py").is_file():
+            told = f"Write {where}.py:{attribute} for the file of that name."
         raise ConfigError(
-            f"{problem}: {type(error).__name__}: {cause_of(error)}. {advice(error)}"
+            f"{problem}: {type(error).__name__}: {cause_of(error)}. {told}"
         ) from error
     function = getattr(module, attribute, None)
     if not callable(function):

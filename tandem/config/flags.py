@@ -28,7 +28,7 @@ from tandem.config.load import (
     show_note,
     without_presets,
 )
-from tandem.config.nearest import SHORT_NAMES, advice, empty_list
+from tandem.config.nearest import SHORT_NAMES, advice, empty_list, file_hint
 from tandem.config.pages import flag_lines
 from tandem.config.schema import RunConfig
 from tandem.config.spellings import (
@@ -329,7 +329,7 @@ class _CommandLine:
     def _stray(self, word: str) -> str:
         """What is wrong with a word that no flag takes, such as verl's `data.train_files=F`."""
         name, equals, value = word.partition("=")
-        hint = ""
+        hint = file_hint(word)
         if equals:
             is_off = asks_nothing(name, value, self._section)
             is_known = is_off or f"--{dashed(name)}" in self._flags or self._meant(name)

@@ -6,7 +6,9 @@ Flags and YAML keys both ask here, so they give the same advice.
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import PurePath
 from typing import Any, get_args
 
 from tandem.config.spellings import (
@@ -24,6 +26,7 @@ from tandem.config.spellings import (
 from tandem.config.stages import is_of_critic, stage_of
 from tandem.text import class_name
 
+_DATA_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _WITHOUT_SECTION = """
     dataset.columns dataset.on_bad_row dataset.max_tokens dataset.max_prompt_tokens
     dataset.chat_template dataset.heldout
@@ -143,3 +146,11 @@ def nearest_knobs(wanted: str, known: Iterable[str], sections: Sequence[str] = (
         ends = ending(end, names)
         return within(sections, ends) or ends
     return []
+
+
+def file_hint(word: str) -> str:
+    """What to write for a file's name that stands without a flag; "" for another word."""
+    ending = PurePath(word.lower().removesuffix(".gz")).suffix
+    if ending in (".yaml", ".yml"):
+        return f"Write --config {shlex.quote(word)}"
+    return f"Write --data {shlex.quote(word)}" if ending in _DATA_FILES else ""

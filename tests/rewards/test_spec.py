@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,9 @@ def test_two_files_of_one_name_are_two_functions(tmp_path: Path) -> None:
         ("nothing", "Write e.g. rewards.py:my_reward"),
         ("/nowhere/mine.py:good", "no file /nowhere/mine.py"),
         ("no.such.module:good", "No module named"),
+        ("FOLDER/my rewards.txt:f", "my rewards.txt is no Python file. Give one that ends in .py"),
+        ("no/such/module:f", "no/such/module is no Python file"),
+        ("my_syntax:f", "named 'my_syntax'. Write my_syntax.py:f for the file of that name"),
         ("tandem.rewards.exact_number:rewrd", "has no function rewrd"),
         ("tandem:gsm9k", "that come with Tandem are gsm8k, gsm8k_lenient"),
         ("tandem:length?limit=long", "must be a whole number; got 'long'"),
@@ -85,7 +89,13 @@ def test_two_files_of_one_name_are_two_functions(tmp_path: Path) -> None:
         ("FOLDER/exits.py:f", "SystemExit: 3"),
     ],
 )
-def test_a_name_that_leads_nowhere(tmp_path: Path, name: str, part: str) -> None:
+def test_a_name_that_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, part: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    (tmp_path / "my_syntax.py").write_text("def f(:")
+    (tmp_path / "my rewards.txt").touch()
     (tmp_path / "syntax.py").write_text("def f(:")
     (tmp_path / "exits.py").write_text("raise SystemExit(3)")
     with pytest.raises(ConfigError, match=part) as raised:
