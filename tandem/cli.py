@@ -29,9 +29,9 @@ from tandem.files import not_a_run
 from tandem.imports import loading
 from tandem.launch.failure import (
     complain,
+    disk_line,
     going_on,
     leaving_at_signals,
-    place_of,
     raising_stops,
 )
 from tandem.launch.flags import LaunchOptions, launch_help, take_launch_flags
@@ -100,7 +100,7 @@ def _reported(args: list[str]) -> int:
     except OSError as error:
         if debug:
             traceback.print_exc()
-        return complain(f"{place_of(error)}: {error.strerror or error}", 2, error)
+        return complain(disk_line(error, args), 2, error)
     except (RuntimeError, MemoryError) as error:
         from tandem.engine.oom import is_out_of_memory
         from tandem.text import named_line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -271,6 +273,32 @@ def test_ctrl_c_is_no_traceback(
     code, _, err = run(capsys, "train")
     assert code == 130
     assert "The same command continues from the last checkpoint" in err
+
+
+@pytest.mark.parametrize(
+    ("number", "more"),
+    [
+        (errno.ENOSPC, " (4,096 bytes free). Free some space. The same command {kept}."),
+        (errno.EACCES, ""),
+    ],
+)
+def test_a_full_disk_is_told_with_what_is_free_and_how_to_go_on(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    number: int,
+    more: str,
+) -> None:
+    def refused(*args: object) -> None:
+        raise OSError(number, os.strerror(number), str(tmp_path / "not" / "there.json"))
+
+    monkeypatch.setattr("tandem.plan.sweep_command.sweep_command", refused)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: Mock(free=4096))
+    code, _, err = run(capsys, "sweep", "x.yaml")
+    assert code == 2
+    line = f"tandem: {tmp_path}/not/there.json: {os.strerror(number)}"
+    more = more.format(kept="continues; finished cases are kept")
+    assert err == f"{line}{more}\n"
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ Without a launcher the same call prints the line.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -14,11 +16,13 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Literal
 
 from tandem.config.stages import stage_names
 from tandem.errors import RankError, Stopped, TandemError
+from tandem.files import existing, way_out
 from tandem.process import is_launched
 from tandem.stopping import STOPPING, handling, put_off
 from tandem.text import visible
@@ -78,6 +82,16 @@ def place_of(error: OSError) -> str:
     except OSError:
         return "the working folder"
     return "a file"
+
+
+def disk_line(error: OSError, args: Sequence[str]) -> str:
+    """What an OSError that ended the command `args` is; where a disk is full, with how much is free
+    and how the command goes on then."""
+    line = f"{place_of(error)}: {error.strerror or error}"
+    if not error.filename or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return line
+    free = shutil.disk_usage(existing(Path(os.fsdecode(error.filename)))).free
+    return f"{line} ({free:,} bytes free). {way_out(error)}. {going_on(args)}".rstrip()
 
 
 @contextmanager
