@@ -218,7 +218,8 @@ def print_lengths(
     lengths: Mapping[str, Sequence[int]],
     largest: Mapping[str, int] | None = None,
 ) -> None:
-    """A table of lengths by part; nothing where there are none.
+    """A table of lengths by part; nothing where there are none. A narrow terminal has a column of
+    each part in place of a row.
 
     Args:
         largest: of further rows the largest length by part, for the last column alone.
@@ -226,14 +227,18 @@ def print_lengths(
     if not lengths:
         return
     table = Table(title=f"Lengths in {unit}, by percentile of the rows", title_justify="left")
-    table.add_column("part")
     heads = [f"{q}%" for q in _QUANTILES[1:-1]]
-    for head in ("rows", "min", *heads, "max"):
-        table.add_column(head, justify="right")
+    lines: list[tuple[str, ...]] = [("part", "rows", "min", *heads, "max")]
     for part, values in lengths.items():
         numbers = np.percentile(values, _QUANTILES, method="nearest").astype(int)
         numbers[-1] = max(numbers[-1], (largest or {}).get(part, 0))
-        table.add_row(part, str(len(values)), *map(str, numbers))
+        lines.append((part, str(len(values)), *map(str, numbers)))
+    if 1 + sum(3 + max(map(len, column)) for column in zip(*lines, strict=True)) > console.width:
+        lines = list(zip(*lines, strict=True))
+    for number, head in enumerate(lines[0]):
+        table.add_column(head, justify="right" if number else "left")
+    for line in lines[1:]:
+        table.add_row(*line)
     console.print(table)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tandem.config.schema import DataConfig
 from tandem.data import render as render_room
 from tandem.data.check import check
 from tandem.data.check_command import data_command
+from tandem.data.check_tokens import print_lengths
 from tandem.errors import ConfigError, DataError, ModelError
 from tests.data.built_tokenizers import byte_level
 from tests.jsonl import write_jsonl
@@ -305,3 +307,16 @@ def test_flags_of_a_run_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[
     run_flags = ("--dataset.heldout=0.3", "--dataset.split", "1,1,0", "--rows", "0")
     assert told(*run_flags) == own
     assert told("--rows", "0") != own
+
+
+@pytest.mark.parametrize(("width", "turned"), [(80, False), (40, True)])
+def test_lengths_can_be_read_in_a_narrow_terminal(width: int, turned: bool) -> None:
+    out = io.StringIO()
+    lengths = {"prompt": range(100, 200), "chosen": range(1000, 1100)}
+    print_lengths(Console(file=out, width=width), "tokens", lengths)
+    lines = [re.findall(r"[\w%]+", line) for line in out.getvalue().splitlines()]
+    assert (["part", "prompt", "chosen"] in lines) == turned
+    assert (["max", "199", "1099"] in lines) == turned
+    words = {word for line in lines for word in line}
+    assert {"part", "rows", "min", "50%", "max", "prompt", "chosen", "199", "1099"} <= words
+    assert "…" not in out.getvalue()
