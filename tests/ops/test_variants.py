@@ -228,6 +228,18 @@ def test_large_results_are_those_of_their_parts_on_the_matrix_unit(
 
 
 @on_the_matrix_unit
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(20, 40), (90, 2208)])
+def test_no_rows_make_no_numbers_on_the_matrix_unit(
+    outputs: int, inputs: int, dtype: torch.dtype
+) -> None:
+    x, weight, bias = operands(outputs, inputs, dtype)
+    for ahead in WAYS:
+        made = product(EMULATED_AMX, x[:0], weight, bias, ahead=ahead)
+        assert made.shape == (0, outputs)
+
+
+@on_the_matrix_unit
 def test_float32_in_parts_is_closer_to_float64_than_a_sum_of_floats() -> None:
     x, weight, _ = operands(60, 700, torch.float32)
     x, weight = x * 10.0 ** torch.arange(-35, 35)[:, None].clamp(-12, 12), weight.exp()

@@ -966,6 +966,7 @@ void pack(const Matrix<T>& m, int64_t N, int64_t K, float* out) {
 template <class T>
 void multiply_packed(const T* x, int64_t x_stride, int64_t M, const float* packed, int64_t N,
                      int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
+  if (!M) return;
 #if defined(TANDEM_AMX)
   if (amx_refusal<T>().empty()) {
     amx::multiply_packed(x, x_stride, M, packed, N, K, y, y_stride, epilogue);
@@ -980,6 +981,7 @@ void multiply_packed(const T* x, int64_t x_stride, int64_t M, const float* packe
 template <class T>
 void multiply(const T* x, int64_t x_stride, int64_t M, const Matrix<T>& weight, int64_t N,
               int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
+  if (!M) return;
 #if defined(TANDEM_AMX)
   if (amx_refusal<T>().empty()) {
     amx::multiply(x, x_stride, M, weight, N, K, y, y_stride, epilogue);
@@ -1043,6 +1045,7 @@ void make_ready(const Matrix<T>& weight, int64_t N, int64_t K, float* out) {
 template <class T>
 void multiply_ready(const T* x, int64_t x_stride, int64_t M, const float* ready, int64_t N,
                     int64_t K, T* y, int64_t y_stride, const Epilogue<T>& epilogue) {
+  if (!M) return;
 #if defined(TANDEM_AMX)
   if (amx_refusal<T>().empty()) {
     amx::multiply_ready(x, x_stride, M, ready, N, K, y, y_stride, epilogue);
