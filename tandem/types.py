@@ -330,7 +330,8 @@ class Rollout:
     rollout_logprobs: (B, T) float32 nats, log-prob of each sampled token under the policy at the
         sampling temperature, as the generator computed it; 0 off the response.
     sampled_logprobs: (B, T) float32 nats, the same under the distribution that the token was
-        really drawn from (after top-k and top-p); equal to rollout_logprobs without truncation.
+        really drawn from (after top-k and top-p, and without what the model has beyond its
+        tokenizer); equal to rollout_logprobs without truncation.
     rollout_entropy: (B, T) float32 nats, of the policy at the sampling temperature where each
         token was drawn; 0 off the response.
     finished: (B,) bool, the response ended with a stop (token or string), not at the length limit.

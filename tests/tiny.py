@@ -48,6 +48,27 @@ def save_tiny_model(folder: Path, *, seed: int = 0) -> str:
     return str(folder)
 
 
+PADDING = 24
+"""Embeddings of `save_padded_model` that its tokenizer has no tokens for."""
+
+
+def save_padded_model(folder: Path, *, seed: int = 0) -> str:
+    """As `save_tiny_model`, with `PADDING` more embeddings. They come in pairs of opposite sign, so
+    that the likeliest tokens are always among them, with nearly all the probability."""
+    tokenizer = tiny_tokenizer()
+    known = len(tokenizer)
+    model = tiny_llama(known + PADDING, seed=seed)
+    with torch.no_grad():
+        weight = model.get_input_embeddings().weight
+        weight[known::2] *= 30.0
+        weight[known + 1 :: 2] = -weight[known::2]
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 WRONG_CALL = '<tool_call>{"name": "add", "arguments": {"c": 2}}</tool_call>'
 

@@ -45,7 +45,8 @@ class SFTConfig(SupervisedConfig):
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """How answers are sampled. By default from the policy itself, untruncated, so that PPO updates
-    the very distribution that it sampled from."""
+    the very distribution that it sampled from. What a model has beyond its tokenizer is never
+    drawn."""
 
     temperature: float = knob(1.0, ge=1e-4, common=("rl",))
     """Logits are divided by this; PPO's log-probs use the same temperature."""

@@ -79,6 +79,11 @@ class PieceTokenizer:
         return self._bound.fewest(text) if self._bound else 0
 
     @cached_property
+    def num_ids(self) -> int:
+        """The highest id, plus 1. Many models have embeddings and outputs for more."""
+        return 1 + max(self.tokenizer.get_vocab().values())
+
+    @cached_property
     def _bound(self) -> TokenBound | None:
         return token_bound(self.tokenizer.backend_tokenizer) if self._encodes_plainly else None
 

@@ -36,12 +36,13 @@ from tandem.engine.module_scorer import any_scorer
 from tandem.engine.moving_reference import moving_reference
 from tandem.engine.placement import Base, Model, Placement
 from tandem.engine.reference import place_reference, start_of_reference
-from tandem.engine.rollouts import for_readers, generating, rollout_of
+from tandem.engine.rollouts import generating, rollout_of
 from tandem.engine.scoring import scorer_tokenizer
 from tandem.errors import ConfigError, ModelError
 from tandem.generation.conversing import Conversing
 from tandem.generation.following import Following
 from tandem.generation.keeping import StateKeeper
+from tandem.generation.limits import vocabulary_size
 from tandem.generation.stops import Stops
 from tandem.models.eos import stop_ids
 from tandem.models.load import check_vocabulary, load_tokenizer
@@ -147,7 +148,6 @@ class RLHFEngine:
             )
             check_vocabulary(self.critic, tokenizer)
         self.reference = place_reference(placement, reference, tokens_of_reference)
-        self._drawing = for_readers(settings, self.actor, self._readers())
         self.agreement = check_policy(self.actor, self.tensor_group)
         if has_reference and tokens_of_reference is None:
             check_same_start(self.actor, self.reference)
@@ -200,7 +200,7 @@ class RLHFEngine:
         return rollout_of(
             self.actor,
             prompts,
-            self._drawing,
+            self.settings,
             self.stops,
             step=step,
             numbers=numbers,
@@ -309,10 +309,10 @@ class RLHFEngine:
     def describe(self) -> str:
         """One line on how the actor generates, and where PPO's old log-probs come from."""
         source = "the sampler's" if self.trusts_sampler else "a forward's"
-        left = len(self._drawing.sampling.logit_bias) - len(self.settings.sampling.logit_bias)
-        if left:
-            lost = f"the policy's last {counted(left, 'token')}, which another model lacks"
-            source += f"; never drawn: {lost}"
+        beyond = vocabulary_size(self.actor) - self.renderer.pieces.num_ids
+        if beyond > 0:
+            padding = f"the policy's last {counted(beyond, 'token')}, which its tokenizer lacks"
+            source += f"; never drawn: {padding}"
         if not self.settings.hybrid_engine:
             return f"generation: Hugging Face's generate, as asked; old log-probs: {source}"
         apart, why = self.agreement, why_unpacked(self.actor)
@@ -361,11 +361,6 @@ class RLHFEngine:
     def trained_models(self) -> list[PreTrainedModel]:
         """The models in training."""
         return [self.actor] if self.critic is None else [self.actor, self.critic]
-
-    def _readers(self) -> list[PreTrainedModel]:
-        """The other models that read the actor's tokens."""
-        readers = [] if self.scorer is None else self.scorer.readers(self.renderer)
-        return readers + [model for model in (self.critic, self.reference) if model is not None]
 
     def _learner(self, role: str, model: PreTrainedModel) -> Learner:
         if role not in self.settings.optimizers:

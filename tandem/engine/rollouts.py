@@ -21,9 +21,7 @@ from tandem.generation.conversing import ConversationRow, Conversing
 from tandem.generation.following import Following
 from tandem.generation.generator import generate
 from tandem.generation.keeping import StateKeeper
-from tandem.generation.limits import vocabulary_size
 from tandem.generation.stops import Stops
-from tandem.models.load import embedding_rows
 from tandem.models.modes import evaluating
 from tandem.models.twin import decodes
 from tandem.parallel.shard import shards_of
@@ -38,22 +36,6 @@ def generating(model: PreTrainedModel, group: TensorGroup | None) -> Iterator[No
     gradient, no dropout."""
     with evaluating(model), torch.no_grad(), generation_weights(model, group):
         yield
-
-
-def for_readers(
-    settings: EngineSettings, policy: PreTrainedModel, readers: Sequence[PreTrainedModel]
-) -> EngineSettings:
-    """Settings by which a policy draws no token that a model which reads its tokens lacks.
-
-    Some models' embeddings are padded to a round number, others' are not.
-    """
-    vocabulary = vocabulary_size(policy)
-    known = min((embedding_rows(model) for model in readers), default=vocabulary)
-    if known >= vocabulary:
-        return settings
-    own = settings.sampling
-    forbidden = tuple(f"{token}:-inf" for token in range(known, vocabulary))
-    return replace(settings, sampling=replace(own, logit_bias=own.logit_bias + forbidden))
 
 
 def rollout_of(

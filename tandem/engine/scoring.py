@@ -53,16 +53,6 @@ class RewardScorer:
         """This model and the further ones."""
         return [scorer.model for scorer in self._named.values()]
 
-    def readers(self, policy_renderer: Renderer) -> list[PreTrainedModel]:
-        """Those of this model and the further ones that read the tokens of `policy_renderer`'s
-        policy as they are."""
-        return [
-            scorer.model
-            for scorer in self._named.values()
-            if isinstance(scorer.model, PreTrainedModel)
-            and scorer.renderer.renders_like(policy_renderer)
-        ]
-
     def note_on_text(self, policy_renderer: Renderer) -> str:
         """Which of this model and the further ones read the answers of `policy_renderer`'s policy
         as text, since its tokens are not theirs; "" if none does."""

@@ -65,7 +65,8 @@ class Observed:
         asking = [requests[i] for i in rows]
         index = torch.tensor(rows, device=logits.device)
         chosen = tokens[index]
-        numbers = observe(logits[index], chosen, max(r.top for r in asking))
+        num_ids = asking[0].sampler.num_ids  # of one model, as all are
+        numbers = observe(logits[index], chosen, max(r.top for r in asking), num_ids)
         return Observed(asking, chosen, numbers)
 
     def deliver(self) -> None:

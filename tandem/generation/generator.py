@@ -98,7 +98,9 @@ def generate(
         NumericsError: nothing could be drawn, because a logit was NaN or every token forbidden.
     """
     check_prompts(model, prompts, sampling.max_new_tokens)
-    sampler = Sampler(sampling, stops.stop_token_ids, model.device, vocabulary_size(model))
+    sampler = Sampler(
+        sampling, stops.stop_token_ids, model.device, vocabulary_size(model), stops.num_ids
+    )
     batch_size = rows_together(model, batch_size)
     numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
     made = RequestMaker(model, sampler, sampling, stops, seed, step, numbers)

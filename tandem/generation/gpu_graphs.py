@@ -271,7 +271,7 @@ class DecodeStep:
         if sampler.rule not in self._draws:
             if len(self._draws) == MAX_DRAWS:
                 del self._draws[next(iter(self._draws))]
-            self._draws[sampler.rule] = self._recorder.recorded(drawn, sampler.sampling, self.size)
+            self._draws[sampler.rule] = self._recorder.recorded(drawn, sampler.rule, self.size)
         tokens, numbers = self._draws[sampler.rule]()
         logprobs, sampled_logprobs, entropy = numbers[:, :n].clone()
         return Draw(tokens[:n].clone(), logprobs, sampled_logprobs, entropy)

@@ -243,7 +243,7 @@ def stream(
             return
         ids.append(int(draw.tokens))
         if request.top >= 0:
-            numbers = observe(logits, draw.tokens, request.top)
+            numbers = observe(logits, draw.tokens, request.top, request.sampler.num_ids)
             request.observed += read_observed(ids[-1:], numbers, [request.top])
         _see(request, ids[-1], stop_token_ids)
         yield ids[-1]

@@ -282,7 +282,7 @@ class NativeRunner(TwinRunner):
         most = min(_STEPS_AT_ONCE, max(1, _PRODUCTS_AT_ONCE // (self._size * len(rows))))
         steps, ids, numbers, ended, left = self._decoder.advance(
             live.columns, live.tables, list(stop_token_ids), list(sampler.stop_token_ids),
-            sampling.min_new_tokens, sampling.temperature, most, until,
+            sampling.min_new_tokens, sampling.temperature, sampler.num_ids, most, until,
         )  # fmt: skip
         ran, places, tokens = ids.unbind()
         return Advanced(

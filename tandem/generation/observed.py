@@ -1,7 +1,8 @@
 """Log-probs of drawn tokens and of the likeliest ones, for the answers that ask for them.
 
 They are the model's own, of softmax(logits) without temperature, penalties or truncation, and so
-equal to those of a forward over the whole answer.
+equal to those of a forward over the whole answer. What a model has beyond its tokenizer counts in
+the softmax, and is not listed.
 """
 
 from __future__ import annotations
@@ -24,20 +25,23 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def observe(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def observe(
+    logits: Tensor, tokens: Tensor, count: int, num_ids: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs of tokens and of the likeliest ones, on the logits' device.
 
     Args:
         logits: (n, V).
         tokens: (n,) int64.
         count: how many of the likeliest, at most V.
+        num_ids: the likeliest are those of the tokens below it.
     Returns:
         (n,) float32 nats, (n, count) int64 ids, the likeliest first, (n, count) float32 nats.
     """
     chosen, _ = dense.token_logprobs(logits, tokens, 1.0, False)
-    ids = _likeliest(logits, min(count, logits.shape[1]))
+    ids = _likeliest(logits[:, :num_ids], min(count, num_ids, logits.shape[1]))
     # A column at a time through the same operation: a token has one log-prob, however it is asked.
-    columns = [dense.token_logprobs(logits, ids[:, i], 1.0, False)[0] for i in range(count)]
+    columns = [dense.token_logprobs(logits, column, 1.0, False)[0] for column in ids.unbind(1)]
     likeliest = torch.stack(columns, dim=1) if columns else chosen.new_zeros((len(tokens), 0))
     return chosen, ids, likeliest
 

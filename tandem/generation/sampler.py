@@ -39,8 +39,9 @@ def sequence_key(seed: int, step: int, prompt: int, sample: int, turn: int = 0) 
 class Draw:
     """One token per row. tokens: (n,) int64; log-probs and entropy (n,) float32, nats.
 
-    logprobs, entropy: of softmax(logits / temperature). sampled_logprobs: under the distribution
-    that was sampled from, after biases, penalties and truncation.
+    logprobs, entropy: of softmax(logits / temperature), all of the model's. sampled_logprobs: under
+    the distribution that was sampled from: after biases, penalties and truncation, and without what
+    the model has beyond its tokenizer.
     """
 
     tokens: Tensor
@@ -89,8 +90,9 @@ class Sampler:
     Attributes:
         rule: samplers of one model with equal rules sample alike.
         is_plain: the logits are divided by the temperature, and nothing else is done to them but
-            that stop tokens wait for `min_new_tokens`.
-        stop_token_ids: those that the model has.
+            that none is drawn from `num_ids` on, and stop tokens wait for `min_new_tokens`.
+        num_ids: tokens below it may be drawn.
+        stop_token_ids: those of them that end an answer.
     """
 
     def __init__(
@@ -99,16 +101,25 @@ class Sampler:
         stop_token_ids: Sequence[int],
         device: torch.device,
         vocabulary: int,
+        num_ids: int | None = None,
     ) -> None:
         """One sampler serves any number of rows.
 
         Args:
-            stop_token_ids: ids that the model does not have are ignored.
+            stop_token_ids: ids that cannot be drawn are ignored.
             vocabulary: how many tokens the model has.
+            num_ids: only tokens below it are drawn, the tokenizer's; None: all.
         Raises:
             ConfigError: a logit bias that is not a token and a number.
-            GenerationError: a bias for a token that the model does not have, or an infinite one.
+            GenerationError: a bias for a token that the model does not have, or an infinite one; or
+                no token may be drawn.
         """
+        if num_ids is not None and num_ids < 1:
+            raise GenerationError(
+                f"num_ids must be above 0, or None for all that a model has; got {num_ids}. It is "
+                "the tokenizer's highest id plus 1."
+            )
+        self.num_ids = vocabulary if num_ids is None else min(num_ids, vocabulary)
         self.sampling = sampling
         self.penalizes = (
             sampling.repetition_penalty != 1.0
@@ -120,9 +131,9 @@ class Sampler:
         self._biased = torch.tensor(list(biases), dtype=torch.long, device=device)
         self._biases = torch.tensor(list(biases.values()), device=device)
         _check_biases(biases, vocabulary)
-        self.stop_token_ids = tuple(token for token in stop_token_ids if 0 <= token < vocabulary)
+        self.stop_token_ids = tuple(token for token in stop_token_ids if 0 <= token < self.num_ids)
         self._stop_ids = torch.tensor(self.stop_token_ids, dtype=torch.long, device=device)
-        self.rule: Hashable = (sampling, self.stop_token_ids)
+        self.rule: Hashable = (sampling, self.stop_token_ids, self.num_ids)
         self._edits = bool(biases) or self.penalizes or sampling.min_new_tokens > 0
         self.is_plain = not (biases or self.penalizes or self._truncates)
 
@@ -151,18 +162,20 @@ class Sampler:
         if gpu.fuses(logits):
             return self._draw_fused(logits, keys, token_numbers, counts, allowed)
         if allowed is None and not self._edits and not self._truncates:
-            tokens, logprobs, entropy = dense.sample(logits, keys, token_numbers, temperature)
-            return Draw(tokens, logprobs, logprobs, entropy)
+            return Draw(*dense.sample(logits, keys, token_numbers, temperature, self.num_ids))
         changed = logits
         if self._edits or allowed is not None:
             changed = self._edited(logits.float(), token_numbers, counts, allowed)
+        changed = changed[:, : self.num_ids]
         if self._truncates:
             s = self.sampling
             changed = truncated(
                 changed, temperature=temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p
             )
-        tokens, sampled, _ = dense.sample(changed, keys, token_numbers, temperature)
+        tokens, sampled, _, _ = dense.sample(changed, keys, token_numbers, temperature)
         logprobs, entropy = dense.token_logprobs(logits, tokens, temperature)
+        if changed.shape[1] < logits.shape[1]:  # what is NaN may be beyond
+            sampled = sampled.where(~logprobs.isnan(), logprobs)
         return Draw(tokens, logprobs, sampled, entropy)
 
     def _draw_fused(
@@ -184,7 +197,7 @@ class Sampler:
             changed = self._reweighed(logits.float(), counts)
         tokens, numbers = sample_gpu(
             logits, changed, keys, token_numbers, self._stop_ids, least,
-            s.temperature, s.top_k, s.top_p, s.min_p,
+            s.temperature, s.top_k, s.top_p, s.min_p, self.num_ids,
         )  # fmt: skip
         logprobs, sampled, entropy = numbers.unbind()
         return Draw(tokens, logprobs, sampled, entropy)

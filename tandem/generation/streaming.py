@@ -272,11 +272,9 @@ class Conversations:
             regex="",
         )
         if rule not in self._samplers:
+            model, stops = self._model, self._stops
             self._samplers[rule] = Sampler(
-                rule,
-                self._stops.stop_token_ids,
-                self._model.device,
-                vocabulary_size(self._model),
+                rule, stops.stop_token_ids, model.device, vocabulary_size(model), stops.num_ids
             )
         self._samplers.move_to_end(rule)
         while len(self._samplers) > _KEPT_SAMPLERS:

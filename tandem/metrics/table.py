@@ -136,7 +136,8 @@ METRICS: tuple[Metric, ...] = (
         Metric("kl", "nats per answer", _RL, "",
             "KL from the reference to the sampling policy: log-ratio (k1) summed over an answer's "
             "tokens, mean over answers. Of both models' whole distributions at the temperature, so "
-            "with top_p, top_k, min_p or penalties, which draw from another, it is biased.",
+            "with top_p, top_k, min_p, penalties or a padded vocabulary, which draw from another, "
+            "it is biased.",
             "0 at step 1, then grows slowly to 1 to 20; never clearly negative", source="http://joschu.net/blog/kl-approx.html",
             title="KL to the reference", chart="KL to the reference", column="kl"),
         Metric("kl_per_token", "nats per token", _RL, "", "`kl` as a mean over response tokens."),

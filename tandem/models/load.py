@@ -317,8 +317,8 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def require_embeddings(model: PreTrainedModel, token_ids: torch.Tensor) -> None:
-    """Refuse token ids that a model has no embedding for. A policy with more embeddings than its
-    tokenizer has tokens may draw one that a reward model, critic or reference lacks.
+    """Refuse token ids that a model has no embedding for: what a policy draws is of its tokenizer,
+    but a rollout may come from elsewhere.
 
     Raises:
         ModelError: there is one.
@@ -328,8 +328,8 @@ def require_embeddings(model: PreTrainedModel, token_ids: torch.Tensor) -> None:
     if largest >= rows:
         raise ModelError(
             f"token ids must be below the {rows} embeddings of {str(model.name_or_path)!r}, which "
-            f"reads the policy's answers; got {largest}. Give --sampling.logit-bias "
-            f"{largest}:-inf, or a model with as many embeddings as the policy's."
+            f"reads the policy's answers; got {largest}. Let rollouts have tokens of the policy's "
+            "tokenizer alone, or give a model with as many embeddings as the policy's."
         )
 
 

@@ -166,8 +166,12 @@ def token_logprobs(
 
 
 def sample(
-    logits: Tensor, keys: Tensor, token_numbers: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor, Tensor]:
+    logits: Tensor,
+    keys: Tensor,
+    token_numbers: Tensor,
+    temperature: float = 1.0,
+    num_ids: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draw a token per row of softmax(logits / T) by the inverse of its cumulative distribution.
 
     The token is the first whose cumulative probability, summed in float64, is above the row's
@@ -177,25 +181,33 @@ def sample(
         logits: (n, V), -inf allowed.
         keys, token_numbers: (n,) int64, what `uniforms` makes each row's number of.
         temperature: T, above 0.
+        num_ids: only tokens below it are drawn, of the softmax over their logits; None: all.
     Returns:
-        tokens (n,) int64, and as `token_logprobs` gives them, to the bit, their log-probs and
-        the entropy.
+        tokens (n,) int64; their log-probs and the entropy among all V, as `token_logprobs` gives
+        them, to the bit; in between the log-probs among those that may be drawn. Where a logit is
+        NaN, both log-probs are.
     Raises:
         ShapeError: keys or token numbers are not one per row.
         ConfigError: the temperature is not above 0.
     """
     _check_rows(logits, temperature, keys=keys, token_numbers=token_numbers)
+    logits, width = logits.detach(), logits.shape[1]
     if _native(logits):
-        return native.op("sample")(logits.detach(), keys, token_numbers, temperature)
-    logits = logits.detach()
-    cumulative = torch.softmax(logits.float() / temperature, -1).cumsum(-1, dtype=torch.float64)
+        most = width if num_ids is None else num_ids
+        return native.op("sample")(logits, keys, token_numbers, temperature, most)
+    some = logits[:, :num_ids]
+    cumulative = torch.softmax(some.float() / temperature, -1).cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:].contiguous()
     goal = uniforms(keys, token_numbers)[:, None] * total
     # Where rounding leaves no sum above the goal: the last token with any probability.
     last = torch.searchsorted(cumulative, total)
     tokens = torch.minimum(torch.searchsorted(cumulative, goal, right=True), last)
-    tokens = tokens.squeeze(1).clamp(max=logits.shape[1] - 1)
-    return tokens, *token_logprobs(logits, tokens, temperature)
+    tokens = tokens.squeeze(1).clamp(max=some.shape[1] - 1)
+    logprobs, entropy = token_logprobs(logits, tokens, temperature)
+    if some.shape[1] == width:
+        return tokens, logprobs, logprobs, entropy
+    sampled, _ = token_logprobs(some, tokens, temperature, False)
+    return tokens, logprobs, sampled.where(~logprobs.isnan(), logprobs), entropy
 
 
 # splitmix64's finaliser (G. Steele et al., OOPSLA 2014), its constants as signed 64-bit numbers.

@@ -37,6 +37,7 @@ def sample_gpu(
     top_k: int,
     top_p: float,
     min_p: float,
+    num_ids: int,
 ) -> tuple[Tensor, Tensor]:
     """Draw a token per row of softmax(changed / temperature), after truncation.
 
@@ -47,6 +48,7 @@ def sample_gpu(
         stop_ids: tokens (m,) int64 that a row may not draw while its token number is below
             `min_new_tokens`.
         top_k, top_p, min_p: as `generation.sampler.truncated`; 0, 1.0 and 0.0 are off.
+        num_ids: only tokens below it are drawn.
     Returns:
         tokens (n,) int64; (3, n) float32: log-prob under softmax(logits / temperature), log-prob
         under what was sampled from (NaN if nothing has probability), entropy of the former.
@@ -62,17 +64,19 @@ def sample_gpu(
     chunks = triton.cdiv(vocabulary, CHUNK)
     sums = torch.empty((n, chunks, 4), device=logits.device)
     bans = stop_ids.shape[0] if min_new_tokens > 0 else 0
+    bound = num_ids < vocabulary
     _sum_chunks[(n, chunks)](
         logits, drawn, stop_ids, token_numbers, sums, logits.stride(0), drawn.stride(0),
-        vocabulary, 1.0 / temperature, chunks, min_new_tokens,
-        BANS=bans, TWO=changed is not None, CHUNK_LOGITS=CHUNK, enable_fp_fusion=True, num_warps=8,
+        vocabulary, num_ids, 1.0 / temperature, chunks, min_new_tokens, BOUND=bound, BANS=bans,
+        TWO=changed is not None, CHUNK_LOGITS=CHUNK, enable_fp_fusion=True, num_warps=8,
     )  # fmt: skip
-    truncates = 0 < top_k < vocabulary or top_p < 1 or min_p > 0
+    counts = 0 < top_k < min(num_ids, vocabulary)
+    truncates = counts or top_p < 1 or min_p > 0
     _draw_rows[(n,)](
         logits, drawn, keys, token_numbers, stop_ids, sums, tokens, numbers,
-        logits.stride(0), drawn.stride(0), vocabulary, 1.0 / temperature, chunks, n,
+        logits.stride(0), drawn.stride(0), vocabulary, num_ids, 1.0 / temperature, chunks, n,
         top_k, top_p, min_p, min_new_tokens,
-        BANS=bans, TOP_K=0 < top_k < vocabulary, TOP_P=top_p < 1, MIN_P=min_p > 0,
+        BOUND=bound, BANS=bans, TOP_K=counts, TOP_P=top_p < 1, MIN_P=min_p > 0,
         TRUNCATES=truncates, CHUNK_LOGITS=CHUNK, CHUNKS_PAD=triton.next_power_of_2(chunks),
         enable_fp_fusion=True, num_warps=8,
     )  # fmt: skip
@@ -86,8 +90,12 @@ def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @jit
-def _allowed(values, v, stops_ptr, young, BANS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Logits, with -inf for what a young row may not draw."""
+def _allowed(  # type: ignore[no-untyped-def]
+    values, v, num_ids, stops_ptr, young, BOUND: tl.constexpr, BANS: tl.constexpr
+):
+    """Logits, with -inf for what no row, or a young one, may draw."""
+    if BOUND:
+        values = tl.where(v < num_ids, values, float("-inf"))
     for i in tl.static_range(BANS):
         values = tl.where((v == tl.load(stops_ptr + i)) & young, float("-inf"), values)
     return values
@@ -97,7 +105,8 @@ def _allowed(values, v, stops_ptr, young, BANS: tl.constexpr):  # type: ignore[n
 @jit
 def _sum_chunks(  # type: ignore[no-untyped-def]
     logits_ptr, drawn_ptr, stops_ptr, ages_ptr, sums_ptr, row_logits, row_drawn, vocabulary,
-    inverse, chunks, min_new, BANS: tl.constexpr, TWO: tl.constexpr, CHUNK_LOGITS: tl.constexpr,
+    num_ids, inverse, chunks, min_new, BOUND: tl.constexpr, BANS: tl.constexpr, TWO: tl.constexpr,
+    CHUNK_LOGITS: tl.constexpr,
 ):
     # fmt: on
     """Of a row's chunk: top of the scaled logits, sums of e^(x - top) and of that times x - top;
@@ -116,11 +125,12 @@ def _sum_chunks(  # type: ignore[no-untyped-def]
     if TWO:
         y = tl.load(drawn_ptr + row * row_drawn + v, mask=inside, other=float("-inf"))
         y = y.to(tl.float32) * inverse
-    if BANS:
-        y = _allowed(y, v, stops_ptr, tl.load(ages_ptr + row) < min_new, BANS)
+    if BOUND or BANS:
+        young = tl.load(ages_ptr + row) < min_new
+        y = _allowed(y, v, num_ids, stops_ptr, young, BOUND, BANS)
     at = sums_ptr + (row * chunks + chunk) * 4
     # Log of the sum, so that chunks of what may be drawn need no common top.
-    if TWO or BANS:
+    if TWO or BOUND or BANS:
         high = tl.max(y, 0)
         high = tl.where(high == float("-inf"), 0.0, high)
         kept = tl.log(tl.sum(tl.exp(y - high), 0)) + high
@@ -154,8 +164,8 @@ def _ordered(x):  # type: ignore[no-untyped-def]
 # fmt: off
 @jit
 def _share_above(  # type: ignore[no-untyped-def]
-    at, v_end, inverse, stops_ptr, young, floor, border, high, BANS: tl.constexpr,
-    COUNTS: tl.constexpr, CHUNK_LOGITS: tl.constexpr,
+    at, v_end, num_ids, inverse, stops_ptr, young, floor, border, high, BOUND: tl.constexpr,
+    BANS: tl.constexpr, COUNTS: tl.constexpr, CHUNK_LOGITS: tl.constexpr,
 ):
     # fmt: on
     """Of logits above both borders: how many (COUNTS: border itself counts), or e^(y - high)."""
@@ -163,7 +173,7 @@ def _share_above(  # type: ignore[no-untyped-def]
     for begin in range(0, v_end, CHUNK_LOGITS):
         v = begin + tl.arange(0, CHUNK_LOGITS)
         y = tl.load(at + v, mask=v < v_end, other=float("-inf")).to(tl.float32) * inverse
-        y = _allowed(y, v, stops_ptr, young, BANS)
+        y = _allowed(y, v, num_ids, stops_ptr, young, BOUND, BANS)
         key = _ordered(y)
         if COUNTS:
             total += tl.sum(((key >= border) & (v < v_end)).to(tl.float32), 0)
@@ -176,35 +186,36 @@ def _share_above(  # type: ignore[no-untyped-def]
 # fmt: off
 @jit
 def _border(  # type: ignore[no-untyped-def]
-    at, vocabulary, inverse, stops_ptr, young, high, top_k, top_p, min_p, BANS: tl.constexpr,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, CHUNK_LOGITS: tl.constexpr,
+    at, vocabulary, num_ids, inverse, stops_ptr, young, high, top_k, top_p, min_p,
+    BOUND: tl.constexpr, BANS: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
+    MIN_P: tl.constexpr, CHUNK_LOGITS: tl.constexpr,
 ):
     # fmt: on
     """The least logit, as `_ordered`, that top-k, then top-p, then min-p leave."""
     floor = -2147483648  # below every number
     if TOP_K:  # the largest border with top_k tokens at or above it, bit by bit
         border = -2147483648
-        if _share_above(at, vocabulary, inverse, stops_ptr, young, 0, 0, 0.0,
-                        BANS, True, CHUNK_LOGITS) >= top_k:
+        if _share_above(at, vocabulary, num_ids, inverse, stops_ptr, young, 0, 0, 0.0,
+                        BOUND, BANS, True, CHUNK_LOGITS) >= top_k:
             border = 0
         for i in range(31):
             trial = border + (1 << (30 - i))
-            if _share_above(at, vocabulary, inverse, stops_ptr, young, 0, trial, 0.0,
-                            BANS, True, CHUNK_LOGITS) >= top_k:
+            if _share_above(at, vocabulary, num_ids, inverse, stops_ptr, young, 0, trial, 0.0,
+                            BOUND, BANS, True, CHUNK_LOGITS) >= top_k:
                 border = trial
         floor = border
     if TOP_P:  # the smallest border with less than top_p of the probability above it
-        all_kept = _share_above(at, vocabulary, inverse, stops_ptr, young, floor, -2147483648,
-                                high, BANS, False, CHUNK_LOGITS)
+        all_kept = _share_above(at, vocabulary, num_ids, inverse, stops_ptr, young, floor,
+                                -2147483648, high, BOUND, BANS, False, CHUNK_LOGITS)
         goal = top_p * all_kept
         border = -2147483648  # at this border and below, the share is still top_p or more
-        if _share_above(at, vocabulary, inverse, stops_ptr, young, floor, -1,
-                        high, BANS, False, CHUNK_LOGITS) >= goal:
+        if _share_above(at, vocabulary, num_ids, inverse, stops_ptr, young, floor, -1,
+                        high, BOUND, BANS, False, CHUNK_LOGITS) >= goal:
             border = 0
         for i in range(31):
             trial = border + (1 << (30 - i))
-            if _share_above(at, vocabulary, inverse, stops_ptr, young, floor, trial - 1,
-                            high, BANS, False, CHUNK_LOGITS) >= goal:
+            if _share_above(at, vocabulary, num_ids, inverse, stops_ptr, young, floor, trial - 1,
+                            high, BOUND, BANS, False, CHUNK_LOGITS) >= goal:
                 border = trial
         floor = tl.maximum(floor, border)
     if MIN_P:
@@ -212,7 +223,7 @@ def _border(  # type: ignore[no-untyped-def]
         for begin in range(0, vocabulary, CHUNK_LOGITS):
             v = begin + tl.arange(0, CHUNK_LOGITS)
             y = tl.load(at + v, mask=v < vocabulary, other=float("-inf")).to(tl.float32)
-            y = _allowed(y * inverse, v, stops_ptr, young, BANS)
+            y = _allowed(y * inverse, v, num_ids, stops_ptr, young, BOUND, BANS)
             highest = tl.maximum(highest, tl.max(y, 0))
         floor = tl.maximum(floor, _ordered(highest + tl.log(min_p)))
     return floor
@@ -222,9 +233,10 @@ def _border(  # type: ignore[no-untyped-def]
 @jit
 def _draw_rows(  # type: ignore[no-untyped-def]
     logits_ptr, drawn_ptr, keys_ptr, ages_ptr, stops_ptr, sums_ptr, tokens_ptr, numbers_ptr,
-    row_logits, row_drawn, vocabulary, inverse, chunks, rows, top_k, top_p, min_p, min_new,
-    BANS: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
-    TRUNCATES: tl.constexpr, CHUNK_LOGITS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
+    row_logits, row_drawn, vocabulary, num_ids, inverse, chunks, rows, top_k, top_p, min_p,
+    min_new, BOUND: tl.constexpr, BANS: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
+    MIN_P: tl.constexpr, TRUNCATES: tl.constexpr, CHUNK_LOGITS: tl.constexpr,
+    CHUNKS_PAD: tl.constexpr,
 ):
     # fmt: on
     """A row's token: chunk by its sums, then its place in the chunk."""
@@ -248,13 +260,13 @@ def _draw_rows(  # type: ignore[no-untyped-def]
     floor = -2147483648  # below every number
     masses = tl.exp(kept - high).to(tl.float64)
     if TRUNCATES:
-        floor = _border(at, vocabulary, inverse, stops_ptr, young, high, top_k, top_p, min_p,
-                        BANS, TOP_K, TOP_P, MIN_P, CHUNK_LOGITS)
+        floor = _border(at, vocabulary, num_ids, inverse, stops_ptr, young, high, top_k, top_p,
+                        min_p, BOUND, BANS, TOP_K, TOP_P, MIN_P, CHUNK_LOGITS)
         masses = tl.zeros([CHUNKS_PAD], tl.float64)
         for chunk in range(chunks):
             v = chunk * CHUNK_LOGITS + tl.arange(0, CHUNK_LOGITS)
             y = tl.load(at + v, mask=v < vocabulary, other=float("-inf")).to(tl.float32)
-            y = _allowed(y * inverse, v, stops_ptr, young, BANS)
+            y = _allowed(y * inverse, v, num_ids, stops_ptr, young, BOUND, BANS)
             mass = tl.sum(tl.where(_ordered(y) >= floor, tl.exp(y - high), 0.0), 0)
             masses = tl.where(c == chunk, mass.to(tl.float64), masses)
     running = tl.cumsum(masses, 0)
@@ -267,7 +279,7 @@ def _draw_rows(  # type: ignore[no-untyped-def]
     before = tl.sum(tl.where(c < chosen, masses, 0.0), 0)
     v = chosen * CHUNK_LOGITS + tl.arange(0, CHUNK_LOGITS)
     y = tl.load(at + v, mask=v < vocabulary, other=float("-inf")).to(tl.float32)
-    y = _allowed(y * inverse, v, stops_ptr, young, BANS)
+    y = _allowed(y * inverse, v, num_ids, stops_ptr, young, BOUND, BANS)
     weights = tl.where(_ordered(y) >= floor, tl.exp(y - high), 0.0).to(tl.float64)
     passed = (before + tl.cumsum(weights, 0) > goal) & (weights > 0)
     token = tl.min(tl.where(passed, v, 2147483647), 0)

@@ -96,7 +96,7 @@ def sequence_logprobs(
     found: list[TokenLogprobs] = []
     at_once = rows_at_once(loaded.vocabulary, hidden.dtype, hidden.device)
     for states, chosen in zip(hidden.split(at_once), targets.split(at_once), strict=True):
-        numbers = observe(head(states), chosen, top)
+        numbers = observe(head(states), chosen, top, loaded.renderer.pieces.num_ids)
         found += read_observed(chosen.tolist(), numbers, [top] * len(chosen))
     parts, start = [], 0
     for row in rows:

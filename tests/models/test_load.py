@@ -12,7 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from tandem.config.lora import LoraConfig
 from tandem.errors import ModelError
 from tandem.models.build import attention_for, set_dropout
-from tandem.models.load import check_vocabulary, load_causal_lm, load_tokenizer, new_causal_lm
+from tandem.models.load import (
+    check_vocabulary,
+    load_causal_lm,
+    load_tokenizer,
+    new_causal_lm,
+    require_embeddings,
+)
 from tandem.models.lora import add_lora, is_adapted, lora_parameters
 from tandem.models.save import save_model
 
@@ -177,3 +183,8 @@ def test_a_tokenizer_with_ids_beyond_the_embedding() -> None:
     small = new_causal_lm(tiny_config("llama", vocab_size=50), seed=0)
     with pytest.raises(ModelError, match=r"below the model's 50 embeddings; got 98 \('w94'\)"):
         check_vocabulary(small, tokenizer())
+    require_embeddings(small, torch.arange(50)[None])
+    with pytest.raises(
+        ModelError, match=r"below the 50 embeddings of .* got 50\. Let roll"
+    ):
+        require_embeddings(small, torch.arange(51)[None])

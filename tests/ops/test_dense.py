@@ -581,7 +581,7 @@ def test_the_lowest_and_highest_uniform_draw_tokens_that_can_occur() -> None:
     for vocabulary in (3, 40, 256, 700):
         logits = torch.full((2, vocabulary), -torch.inf)
         logits[:, 1 : max(2, vocabulary - 1)] = 3 * normal(2, max(1, vocabulary - 2))
-        tokens, logprobs, _ = dense.sample(logits, keys, zeros)
+        tokens, logprobs, _, _ = dense.sample(logits, keys, zeros)
         assert tokens.tolist() == [1, max(1, vocabulary - 2)]
         assert logprobs.isfinite().all()
 
@@ -594,7 +594,7 @@ def test_a_uniform_draws_what_a_slow_loop_finds(vocabulary: int, dtype: torch.dt
     logits = wide[:, :vocabulary]  # strided rows
     logits[:, 2] = -torch.inf
     keys, numbers = torch.arange(n) * 7919, torch.arange(n) % 5
-    tokens, logprobs, entropy = dense.sample(logits, keys, numbers, temperature)
+    tokens, logprobs, sampled, entropy = dense.sample(logits, keys, numbers, temperature)
     uniforms = dense.uniforms(keys, numbers).tolist()
     for row in range(n):
         p = torch.softmax(logits[row].double() / temperature, 0).tolist()
@@ -607,7 +607,39 @@ def test_a_uniform_draws_what_a_slow_loop_finds(vocabulary: int, dtype: torch.dt
         assert tokens[row] == found
     scored = dense.token_logprobs(logits, tokens, temperature)
     assert torch.equal(logprobs, scored[0])
+    assert torch.equal(sampled, scored[0])
     assert torch.equal(entropy, scored[1])
+
+
+@pytest.mark.parametrize("beyond", [0.0, 200.0, -torch.inf])
+@pytest.mark.parametrize("num_ids", [1, 255, 256, 300, 512, 699])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_columns_that_may_not_be_drawn_count_in_log_prob_and_entropy_alone(
+    dtype: torch.dtype, num_ids: int, beyond: float
+) -> None:
+    """The draw is that of the first columns alone, to the bit; the numbers are those of all."""
+    n, temperature = 40, 0.9
+    logits = 3 * normal(n, 700, dtype=dtype)
+    logits[:, num_ids:] += beyond  # by 200: the others' probabilities are 0 in float32
+    keys, numbers = torch.arange(n) * 7919, torch.arange(n) % 5
+    tokens, logprobs, sampled, entropy = dense.sample(logits, keys, numbers, temperature, num_ids)
+    alone = dense.sample(logits[:, :num_ids].clone(), keys, numbers, temperature)
+    assert torch.equal(tokens, alone[0])
+    assert torch.equal(sampled, alone[1])
+    scored = dense.token_logprobs(logits, tokens, temperature)
+    assert torch.equal(logprobs, scored[0])
+    assert torch.equal(entropy, scored[1])
+    for more in (None, 700, 999):
+        drawn = dense.sample(logits, keys, numbers, temperature, more)
+        assert torch.equal(drawn[1], drawn[2])
+    assert beyond != 200.0 or int(drawn[0].min()) >= num_ids, "those beyond are by far likelier"
+
+
+def test_a_nan_beyond_what_may_be_drawn_shows_in_both_log_probs() -> None:
+    logits, keys = normal(3, 700), torch.arange(3)
+    logits[1, 650] = torch.nan
+    _, logprobs, sampled, _ = dense.sample(logits, keys, keys, 1.0, 600)
+    assert logprobs.isnan().tolist() == sampled.isnan().tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("peak", [0.0, 2.0])
@@ -617,7 +649,7 @@ def test_draws_follow_the_distribution(peak: float) -> None:
     row[::10] = -torch.inf
     keys = torch.arange(draws, dtype=torch.int64) * 2654435761
     logits = row.expand(draws, vocabulary)
-    tokens, _, _ = dense.sample(logits, keys, torch.zeros_like(keys))
+    tokens, *_ = dense.sample(logits, keys, torch.zeros_like(keys))
     counts = torch.bincount(tokens, minlength=vocabulary).double()
     expected = draws * torch.softmax(row.double(), 0)
     assert counts[::10].sum() == 0

@@ -215,8 +215,9 @@ RULES = [
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("edits", ["", "early stops", "biases"])
+@pytest.mark.parametrize("num_ids", [120, 150])
 def test_sampled_tokens_and_numbers_are_the_plain_paths(
-    rule: tuple[float, int, float, float], edits: str, monkeypatch: Any
+    rule: tuple[float, int, float, float], edits: str, num_ids: int, monkeypatch: Any
 ) -> None:
     from tandem.ops import sampling_gpu
 
@@ -225,6 +226,7 @@ def test_sampled_tokens_and_numbers_are_the_plain_paths(
     n, vocabulary = 8, 150
     logits = torch.randn(n, vocabulary) * 3
     logits[0, :100], logits[1] = -math.inf, 1.0  # whole chunks without probability; all equal
+    logits[:, num_ids:] += 9.0  # likelier than the others
     keys, numbers = torch.randint(-(2**63), 2**63 - 1, (n,)), torch.arange(n)
     stops, earliest, changed = torch.tensor([3, 7]), 0, None
     expected = logits
@@ -235,10 +237,11 @@ def test_sampled_tokens_and_numbers_are_the_plain_paths(
     if edits == "biases":
         changed = expected = logits + torch.randn(n, vocabulary)
     tokens, made = sampling_gpu.sample_gpu(
-        logits, changed, keys, numbers, stops, earliest, temperature, top_k, top_p, min_p
+        logits, changed, keys, numbers, stops, earliest, temperature, top_k, top_p, min_p, num_ids
     )
+    expected = expected[:, :num_ids]
     kept = truncated(expected, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    want, sampled, _ = dense.sample(kept, keys, numbers, temperature)
+    want, _, sampled, _ = dense.sample(kept, keys, numbers, temperature)
     logprobs, entropy = dense.token_logprobs(logits, tokens, temperature)
     assert torch.equal(tokens, want)
     assert torch.allclose(made, torch.stack([logprobs, sampled, entropy]), atol=3e-6)
@@ -251,8 +254,9 @@ def test_sampling_shows_a_nan_and_a_row_without_probability() -> None:
     logits[0, 5], logits[1] = -torch.nan, -math.inf
     keys = torch.arange(3)
     for top_k, top_p in ((0, 1.0), (3, 0.9)):
-        _, made = sample_gpu(logits, None, keys, keys, keys, 0, 1.0, top_k, top_p, 0.0)
-        assert made[1].isnan().tolist() == [True, True, False]
+        for num_ids in (20, 4):  # the NaN is beyond 4
+            _, made = sample_gpu(logits, None, keys, keys, keys, 0, 1.0, top_k, top_p, 0.0, num_ids)
+            assert made[1].isnan().tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -169,6 +169,7 @@ def one_by_one(
     stops: list[int],
     banned: list[int],
     least: int,
+    num_ids: int,
     most: int,
     until: int,
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, int, bool]], list[int]]:
@@ -184,7 +185,8 @@ def one_by_one(
             allowed = logits.clone()
             if drawn_before < least:
                 allowed[:, banned] = -torch.inf
-            drawn, sampled, _ = dense.sample(
+            allowed[:, num_ids:] = -torch.inf
+            drawn, _, sampled, _ = dense.sample(
                 allowed, torch.tensor([key]), torch.tensor([drawn_before]), 1.5
             )
             of_all = [float(number) for number in dense.token_logprobs(logits, drawn, 1.5)]
@@ -217,20 +219,23 @@ def test_no_clock_is_read_for_what_changes_bits() -> None:
 @pytest.mark.parametrize("until", [0, 3, 9])
 @pytest.mark.parametrize(("stops", "banned", "least"), [([], [], 0), ([3, 7], [], 0),
                                                        ([3, 7], [3, 7, 0], 4)])  # fmt: skip
+@pytest.mark.parametrize("num_ids", [VOCABULARY - 2, VOCABULARY, VOCABULARY + 5])
 def test_many_steps_are_single_steps_one_after_another(
-    most: int, until: int, stops: list[int], banned: list[int], least: int
+    most: int, until: int, stops: list[int], banned: list[int], least: int, num_ids: int
 ) -> None:
     limits = [6, 2, 4, 6, 3, 6, 2, 5]
     n = len(limits)
     made = decoder(blocks=n, positions=8)
     columns, tables = rows_to_advance(limits)
     steps, ids, numbers, ended, live = made.advance(
-        columns[:, :n], tables, stops, banned, least, 1.5, most, until
+        columns[:, :n], tables, stops, banned, least, 1.5, num_ids, most, until
     )
     again = decoder(blocks=n, positions=8)
     before, tables_before = rows_to_advance(limits)
-    single = one_by_one(again, before, tables_before, n, stops, banned, least, most, until)
-    draws, ends, left = single
+    draws, ends, left = one_by_one(
+        again, before, tables_before, n, stops, banned, least, num_ids, most, until
+    )
+    assert max(token for _, _, token, *_ in draws) < num_ids
     ours = list(zip(*ids.tolist(), *numbers.tolist(), strict=True))
     assert sorted(ours) == sorted(draws)
     assert sorted(map(tuple, ended.tolist())) == sorted(ends)
@@ -249,12 +254,14 @@ def test_advancing_refuses_columns_that_do_not_fit() -> None:
     columns, tables = rows_to_advance([3, 3])
     for wrong in (columns[:5, :2], columns[:, :1], columns[:, :2].int()):
         with pytest.raises(RuntimeError, match="advance must get 6 int64 numbers of each row"):
-            made.advance(wrong, tables, [], [], 0, 1.0, 4, 0)
+            made.advance(wrong, tables, [], [], 0, 1.0, VOCABULARY, 4, 0)
     with pytest.raises(RuntimeError, match=r"a banned token must be in \[0, 11\); got 11"):
-        made.advance(columns[:, :2], tables, [], [VOCABULARY], 2, 1.0, 4, 0)
+        made.advance(columns[:, :2], tables, [], [VOCABULARY], 2, 1.0, VOCABULARY, 4, 0)
+    with pytest.raises(RuntimeError, match="num_ids must be above 0; got 0"):
+        made.advance(columns[:, :2], tables, [], [], 0, 1.0, 0, 4, 0)
     columns[2, 1] = VOCABULARY
     with pytest.raises(RuntimeError, match="a token must be in"):
-        made.advance(columns[:, :2], tables, [], [], 0, 1.0, 4, 0)
+        made.advance(columns[:, :2], tables, [], [], 0, 1.0, VOCABULARY, 4, 0)
 
 
 @pytest.mark.parametrize("megabytes", [0, 1, 9])

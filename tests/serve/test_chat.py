@@ -23,7 +23,7 @@ from tandem.rewards.environment import Environment
 from tandem.serve import named_model
 from tandem.serve.chat import Conversation, chat
 from tandem.serve.named_model import find_model, notes_on_flags
-from tests.tiny import CALL, save_calling_model, save_tiny_model
+from tests.tiny import CALL, save_calling_model, save_padded_model, save_tiny_model
 from tests.training import tool_functions
 
 
@@ -51,6 +51,32 @@ def test_an_answer_is_streamed_and_the_same_seed_says_the_same(model: str) -> No
     first = talk(model, "hello", "again")
     assert first.count("assistant> ") == 2
     assert talk(model, "hello", "again") == first
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_it_says_what_its_tokenizer_has_alone(tmp_path: Path, temperature: float) -> None:
+    """The model has more outputs, and likes them best: they are no text."""
+    from tandem.data.render import Renderer
+    from tandem.models.load import load_causal_lm, load_tokenizer
+    from tandem.types import Message
+
+    folder = save_padded_model(tmp_path / "padded")
+    renderer = Renderer(load_tokenizer(folder))
+    sampling = SamplingConfig(temperature=temperature, max_new_tokens=16)
+    conversation = Conversation(load_causal_lm(folder), renderer, sampling)
+    stream, drawn = conversation._memory.stream, list[int]()
+
+    def watched(*given: Any, **how: Any) -> Iterator[int]:
+        for token in stream(*given, **how):
+            drawn.append(token)
+            yield token
+
+    conversation._memory.stream = watched  # type: ignore[method-assign]
+    conversation.turns.append(Message("user", "hi"))
+    assert "".join(conversation.answer())
+    assert drawn
+    assert max(drawn) <= max(renderer.vocabulary.values())
+    assert talk(folder, "hello").split("assistant> ")[1].strip()
 
 
 def test_at_temperature_0_it_is_the_likeliest_token_whatever_the_seed(model: str) -> None:

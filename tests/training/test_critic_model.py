@@ -209,7 +209,7 @@ def test_another_critic_is_another_run(
 
 
 @pytest.mark.parametrize("role", ["reward_model", "critic_model", "reference_model"])
-def test_a_token_that_another_model_lacks_is_not_drawn(
+def test_a_token_that_the_tokenizer_and_another_model_lack_is_not_drawn(
     tmp_path: Path, tiny_model: str, preferences: str, role: str
 ) -> None:
     """The policy's embeddings were padded, as many are, and it prefers a token past the others'."""
@@ -230,7 +230,7 @@ def test_a_token_that_another_model_lacks_is_not_drawn(
     lines: list[str] = []
     run = ran(config, lines=lines)
     assert any(
-        line.endswith("never drawn: the policy's last 8 tokens, which another model lacks")
+        line.endswith("never drawn: the policy's last 8 tokens, which its tokenizer lacks")
         for line in lines
     )
     assert (run / "evaluation.json").is_file(), "the models are compared, by the reward model too"

@@ -592,8 +592,8 @@ std::tuple<Tensor, Tensor, Tensor> logprob_rows(const Tensor& logits, const Tens
     for_rows(n, 4 * V, [&](int64_t from, int64_t to) {
       for (int64_t i = from; i < to; ++i) {
         const Logit* row = rows.data<Logit>() + i * rows.stride;
-        const RowSums sums = with_entropy ? row_sums<true>(row, V, T, nullptr)
-                                          : row_sums<false>(row, V, T, nullptr);
+        const RowSums sums = with_entropy ? row_sums<true>(row, V, T)
+                                          : row_sums<false>(row, V, T);
         logprob[i] = sums.logprob(static_cast<float>(row[tokens[i]]) / T);
         logsumexp[i] = sums.logsumexp();
         if (with_entropy) entropy[i] = sums.entropy();
@@ -677,35 +677,41 @@ TwoTensors token_logprobs_autograd(const Tensor& logits, const Tensor& targets, 
   return token_logprobs(logits, targets, temperature, with_entropy, keep_logits);
 }
 
-std::tuple<Tensor, Tensor, Tensor> sample(const Tensor& logits, const Tensor& keys,
-                                          const Tensor& token_numbers, double temperature) {
+// Columns from `num_ids` on, if there are any, are not drawn.
+std::tuple<Tensor, Tensor, Tensor, Tensor> sample(const Tensor& logits, const Tensor& keys,
+                                                  const Tensor& token_numbers, double temperature,
+                                                  int64_t num_ids) {
   check_logits(logits, keys, "keys");
   check_logits(logits, token_numbers, "token_numbers");
+  TORCH_CHECK(num_ids > 0, "num_ids must be above 0; got ", num_ids, ".");
   const RowsOf rows(logits);
   const Tensor seeds = keys.contiguous(), numbers = token_numbers.contiguous();
-  const int64_t n = rows.count, V = rows.width;
+  const int64_t n = rows.count, V = rows.width, C = std::min(V, num_ids);
   const auto floats = logits.options().dtype(at::kFloat);
   Tensor tokens = at::empty({n}, seeds.options());
-  Tensor logprobs = at::empty({n}, floats), entropies = at::empty({n}, floats);
+  Tensor logprobs = at::empty({n}, floats), samples = at::empty({n}, floats);
+  Tensor entropies = at::empty({n}, floats);
   int64_t* token = tokens.mutable_data_ptr<int64_t>();
   float* logprob = logprobs.mutable_data_ptr<float>();
+  float* sampled = samples.mutable_data_ptr<float>();
   float* entropy = entropies.mutable_data_ptr<float>();
   for_dtype(logits.scalar_type(), "logits", [&](auto tag) {
     using Logit = decltype(tag);
     for_rows(n, 4 * V, [&](int64_t from, int64_t to) {
-      std::vector<double> blocks((V + kSumBlock - 1) / kSumBlock);
+      std::vector<double> blocks((C + kSumBlock - 1) / kSumBlock);
       for (int64_t i = from; i < to; ++i) {
         const double u = keyed_uniform(seeds.const_data_ptr<int64_t>()[i],
                                        numbers.const_data_ptr<int64_t>()[i]);
-        const Drawn drawn = sample_row(rows.data<Logit>() + i * rows.stride, V,
+        const Drawn drawn = sample_row(rows.data<Logit>() + i * rows.stride, V, C,
                                        static_cast<float>(temperature), u, blocks.data());
         token[i] = drawn.token;
         logprob[i] = drawn.logprob;
+        sampled[i] = drawn.sampled;
         entropy[i] = drawn.entropy;
       }
     });
   });
-  return {tokens, logprobs, entropies};
+  return {tokens, logprobs, samples, entropies};
 }
 
 }  // namespace
@@ -732,8 +738,8 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.def("why_no_amx(bool half) -> str", &why_no_amx);
   m.def("arithmetic() -> str", &arithmetic);
   m.def("is_whole_backward() -> bool", &is_whole_backward);
-  m.def("sample(Tensor logits, Tensor keys, Tensor token_numbers, float temperature)"
-        " -> (Tensor, Tensor, Tensor)");
+  m.def("sample(Tensor logits, Tensor keys, Tensor token_numbers, float temperature, int num_ids)"
+        " -> (Tensor, Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(tandem, CPU, m) {

@@ -67,14 +67,16 @@ TANDEM_INLINE v16 weights(const T* logits, int lanes, float temperature, float t
   return exp(d);
 }
 
-// `blocks`, if given, gets each block's sum (V / 256, rounded up).
+// Adds what the columns [from, to) have; `from` is the start of a block. `blocks`, if given, gets each
+// block's sum.
 template <bool entropy, class T>
-inline RowSums row_sums(const T* logits, int64_t V, float temperature, double* blocks) {
-  RowSums sums{largest(logits, V) / temperature, 0.0, 0.0};
-  for (int64_t first = 0; first < V; first += kSumBlock) {
+inline void add_sums(RowSums& sums, const T* logits, int64_t from, int64_t to, float temperature,
+                     double* blocks) {
+  if (blocks) blocks += from / kSumBlock;
+  for (int64_t first = from; first < to; first += kSumBlock) {
     d8 low = {}, high = {};
     v16 weighted = {};
-    for_columns(std::min(kSumBlock, V - first), [&](int64_t i, int lanes) {
+    for_columns(std::min(kSumBlock, to - first), [&](int64_t i, int lanes) {
       v16 distance;
       const v16 e = weights(logits + first + i, lanes, temperature, sums.top, &distance);
       low = low + as_double(lower(e));
@@ -87,6 +89,12 @@ inline RowSums row_sums(const T* logits, int64_t V, float temperature, double* b
       sums.weighted += sum(as_double(lower(weighted)) + as_double(upper(weighted)));
     if (blocks) *blocks++ = block;
   }
+}
+
+template <bool entropy, class T>
+inline RowSums row_sums(const T* logits, int64_t V, float temperature) {
+  RowSums sums{largest(logits, V) / temperature, 0.0, 0.0};
+  add_sums<entropy>(sums, logits, 0, V, temperature, nullptr);
   return sums;
 }
 
@@ -118,18 +126,28 @@ TANDEM_INLINE double keyed_uniform(int64_t key, int64_t token_number) {
   return static_cast<double>(x >> 11) * 0x1p-53;
 }
 
+// logprob, entropy: among all columns; sampled: the log-prob among those that may be drawn.
 struct Drawn {
   int64_t token;
-  float logprob, entropy;
+  float logprob, sampled, entropy;
 };
 
-// The first token whose cumulative probability is above uniform * total: the block by the blocks'
-// sums, in it the 16 by theirs, then the token. Where rounding leaves nothing above the goal, it is
-// the last one with any probability. `blocks` is room for V / 256, rounded up, doubles.
+// Of the first C of V columns, the first token whose cumulative probability is above uniform * total:
+// the block by the blocks' sums, in it the 16 by theirs, then the token. Where rounding leaves nothing
+// above the goal, it is the last one with any probability. `blocks` is room for C / 256, rounded up,
+// doubles.
 template <class T>
-inline Drawn sample_row(const T* logits, int64_t V, float temperature, double uniform,
+inline Drawn sample_row(const T* logits, int64_t V, int64_t C, float temperature, double uniform,
                         double* blocks) {
-  const RowSums sums = row_sums<true>(logits, V, temperature, blocks);
+  RowSums sums{largest(logits, C) / temperature, 0.0, 0.0}, all = sums;
+  if (C < V) all.top = std::max(all.top, largest(logits + C, V - C) / temperature);
+  // Up to C's block both add up the same numbers, unless the others' largest is above those before C.
+  const int64_t alike = all.top == sums.top ? C / kSumBlock * kSumBlock : 0;
+  add_sums<true>(sums, logits, 0, alike, temperature, blocks);
+  if (alike > 0) all = sums;
+  add_sums<true>(sums, logits, alike, C, temperature, blocks);
+  if (C < V) add_sums<true>(all, logits, alike, V, temperature, nullptr);
+  else all = sums;
   const double goal = uniform * sums.total;
   double reached = 0.0;  // by what comes before the part in hand
   // The start of the part of `count`, each `width` tokens from `first` on, that holds the goal.
@@ -145,9 +163,9 @@ inline Drawn sample_row(const T* logits, int64_t V, float temperature, double un
     reached = before_found;
     return found;
   };
-  const int64_t block = find(0, (V + kSumBlock - 1) / kSumBlock, kSumBlock,
+  const int64_t block = find(0, (C + kSumBlock - 1) / kSumBlock, kSumBlock,
                              [&](int64_t i) { return blocks[i]; });
-  const int64_t end = std::min(V, block + kSumBlock);
+  const int64_t end = std::min(C, block + kSumBlock);
   const auto probabilities = [&](int64_t first) {
     v16 distance;
     const int lanes = static_cast<int>(std::min<int64_t>(kLanes, end - first));
@@ -163,7 +181,9 @@ inline Drawn sample_row(const T* logits, int64_t V, float temperature, double un
   const int64_t token =
       find(sixteen, std::min<int64_t>(kLanes, end - sixteen), 1, [&](int64_t i) { return e[i]; });
   const float z = static_cast<float>(logits[token]) / temperature;
-  return {token, sums.logprob(z), sums.entropy()};
+  const float logprob = all.logprob(z);
+  // A NaN shows in both, wherever it is.
+  return {token, logprob, std::isnan(logprob) ? logprob : sums.logprob(z), all.entropy()};
 }
 
 }  // namespace tandem

@@ -153,20 +153,20 @@ class LlamaDecoder : public torch::CustomClassHolder {
   // Columns of a row, of which token, position, number and place change as it draws.
   enum Column { kKey, kLimit, kToken, kPosition, kNumber, kPlace, kColumns };
 
-  // Again and again a step, and a draw for each row from softmax(logits / temperature), of `banned`
-  // none as an answer's first `least` tokens. Rows whose answer ends, by one of `stops` or by its
-  // limit, leave, and the last take their places in `columns` (kColumns, n) int64 and `tables`
-  // (n, W) int32. It ends after `most` steps, or when an answer has ended and at most `until` rows
-  // go on. Returns the steps; of each draw the token that was run, the place and the token drawn
-  // (3, m) int64, its log-prob, the same without what is banned, and the entropy (3, m) float32; of
-  // each end the row, the step from 1 and whether it was a stop (e, 3); and the rows that are left,
-  // as they were numbered before.
+  // Again and again a step, and a draw for each row from softmax(logits / temperature): no token from
+  // `num_ids` on, and none of `banned` as one of an answer's first `least`. Rows whose answer ends, by
+  // one of `stops` or by its limit, leave, and the last take their places in `columns` (kColumns, n)
+  // int64 and `tables` (n, W) int32. It ends after `most` steps, or when an answer has ended and at
+  // most `until` rows go on. Returns the steps; of each draw the token that was run, the place and the
+  // token drawn (3, m) int64, its log-prob, the same among what could be drawn, and the entropy (3, m)
+  // float32; of each end the row, the step from 1 and whether it was a stop (e, 3); and the rows that
+  // are left, as they were numbered before.
   std::tuple<int64_t, Tensor, Tensor, Tensor, Tensor> advance(
       const Tensor& columns, const Tensor& tables, std::vector<int64_t> stops,
-      std::vector<int64_t> banned, int64_t least, double temperature, int64_t most,
+      std::vector<int64_t> banned, int64_t least, double temperature, int64_t num_ids, int64_t most,
       int64_t until) {
-    static const auto draw = op<std::tuple<Tensor, Tensor, Tensor>(
-        const Tensor&, const Tensor&, const Tensor&, double)>("tandem::sample");
+    static const auto draw = op<std::tuple<Tensor, Tensor, Tensor, Tensor>(
+        const Tensor&, const Tensor&, const Tensor&, double, int64_t)>("tandem::sample");
     static const auto read = op<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, double,
                                                            bool, bool)>("tandem::token_logprobs");
     check_tables(tables, "LlamaDecoder");
@@ -187,10 +187,10 @@ class LlamaDecoder : public torch::CustomClassHolder {
       const Tensor now = columns.narrow(1, 0, n);
       const Tensor logits = step(now[kToken], now[kPosition], tables.narrow(0, 0, n));
       const Tensor allowed = without(logits, banned, column(kNumber), least);
-      const auto [drawn, sampled, chance] =
-          draw.call(allowed, now[kKey], now[kNumber], temperature);
+      const auto [drawn, likely, sampled, chance] =
+          draw.call(allowed, now[kKey], now[kNumber], temperature, num_ids);
       const auto [logprob, entropy] = allowed.is_same(logits)
-                                          ? std::tuple(sampled, chance)
+                                          ? std::tuple(likely, chance)
                                           : read.call(logits, drawn, temperature, true, true);
       ++steps;
       const auto append = [&](auto& to, const auto* from) { to.insert(to.end(), from, from + n); };

@@ -88,7 +88,7 @@ def measure_best_of(
             if label in trained:
                 continue
             model = run.placement.policy(source, trained=False)
-            rollout = answer(model, prompts, rows, run.settings, num_samples, conversations, scorer)
+            rollout = answer(model, prompts, rows, run.settings, num_samples, conversations)
             scored = score_answers(rollout, scorer, rows.renderer, rl, rewards, run.world)
             scored.tell_failed_models(run.print_line, "held-out answers")
             scores = scored.mixed.masked_fill(~scored.is_scored, torch.nan).view(-1, num_samples)

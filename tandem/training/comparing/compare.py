@@ -18,7 +18,7 @@ from tandem.config.schema import RunConfig, rl_section
 from tandem.config.scoring import weighted_models
 from tandem.config.stages import leaving, of_family, policy_folders, rl_stage
 from tandem.engine.module_scorer import any_scorer
-from tandem.engine.rollouts import for_readers, rollout_of
+from tandem.engine.rollouts import rollout_of
 from tandem.engine.scoring import RewardScorer, place_scorer, scorer_tokenizer
 from tandem.generation.limits import max_positions
 from tandem.generation.stops import Stops
@@ -123,9 +123,7 @@ def compare(
             if implicit is not None:
                 models[label] |= implicit.metrics(label, source, model)
             if prompts:
-                rollout = answer(
-                    model, prompts, rows, run.settings, conversations=conversations, scorer=scorer
-                )
+                rollout = answer(model, prompts, rows, run.settings, conversations=conversations)
                 scored = score_answers(rollout, scorer, rows.renderer, rl, rewards, run.world)
                 scored.tell_failed_models(run.print_line, "held-out answers")
                 # Without penalties and clips; NaN without a score.
@@ -236,18 +234,14 @@ def answer(
     settings: EngineSettings,
     samples: int = 1,
     conversations: ConversationSource | None = None,
-    scorer: RewardScorer | None = None,
 ) -> Rollout:
     """Sampled answers, `samples` per prompt, with the same random numbers for every policy.
 
     Args:
-        scorer: reads them; None: no model does.
         conversations: which they begin; None: answers alone.
     """
     sampling = replace(settings.sampling, samples_per_prompt=samples)
     settings = replace(settings, sampling=sampling)
-    if scorer is not None:
-        settings = for_readers(settings, model, scorer.readers(rows.renderer))
     stops = Stops.of(rows.renderer)
     if conversations is None:
         return rollout_of(model, prompts, settings, stops, step=0)

@@ -32,7 +32,7 @@ from tandem.data.render import Renderer
 from tandem.devices import resolve_device
 from tandem.engine.allocator import keep_freed_memory
 from tandem.engine.placement import Placement
-from tandem.engine.rollouts import for_readers, rollout_of
+from tandem.engine.rollouts import rollout_of
 from tandem.engine.scoring import RewardScorer, place_scorer
 from tandem.errors import ConfigError, Stopped
 from tandem.generation.limits import max_positions
@@ -294,10 +294,8 @@ class _Sampling:
     def _rollout(self, models: _Models, prompts: list[PromptRow], numbers: range) -> Rollout:
         """The policy's answers, or conversations that begin with them."""
         stops = Stops.of(self._rows.renderer)
-        readers = [] if models.scorer is None else models.scorer.readers(self._rows.renderer)
-        settings = for_readers(self._engine, models.policy, readers)
         answers = partial(
-            rollout_of, models.policy, prompts, settings, stops, step=0, numbers=numbers
+            rollout_of, models.policy, prompts, self._engine, stops, step=0, numbers=numbers
         )
         if models.conversations is None:
             return answers()
