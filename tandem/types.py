@@ -329,9 +329,8 @@ class Rollout:
     batch: prompt then response per row; `response_mask` marks sampled tokens, EOS included.
     rollout_logprobs: (B, T) float32 nats, log-prob of each sampled token under the policy at the
         sampling temperature, as the generator computed it; 0 off the response.
-    sampled_logprobs: (B, T) float32 nats, the same under the distribution that the token was
-        really drawn from (after top-k and top-p, and without what the model has beyond its
-        tokenizer); equal to rollout_logprobs without truncation.
+    sampled_logprobs: (B, T) float32 nats, the same under the distribution that the token was drawn
+        from (after top-k, top-p, the tokenizer's bound); equal to rollout_logprobs without any.
     rollout_entropy: (B, T) float32 nats, of the policy at the sampling temperature where each
         token was drawn; 0 off the response.
     finished: (B,) bool, the response ended with a stop (token or string), not at the length limit.

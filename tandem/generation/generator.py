@@ -25,13 +25,13 @@ from tandem.generation.blocks import (
 from tandem.generation.conversing import Conversed, Conversing
 from tandem.generation.following import Followed, Following
 from tandem.generation.keeping import StateKeeper
-from tandem.generation.limits import check_prompts, rows_together, vocabulary_size
+from tandem.generation.limits import check_prompts, rows_together
 from tandem.generation.native_runner import NativeRunner
 from tandem.generation.record import Record
 from tandem.generation.request import Request
-from tandem.generation.request_maker import RequestMaker
+from tandem.generation.request_maker import RequestMaker, sampler_of
 from tandem.generation.runner import kv_dtype
-from tandem.generation.sampler import Draw, Sampler
+from tandem.generation.sampler import Draw
 from tandem.generation.scheduler import state_slots
 from tandem.generation.session import Session
 from tandem.generation.snapshots import spare_slots
@@ -98,9 +98,7 @@ def generate(
         NumericsError: nothing could be drawn, because a logit was NaN or every token forbidden.
     """
     check_prompts(model, prompts, sampling.max_new_tokens)
-    sampler = Sampler(
-        sampling, stops.stop_token_ids, model.device, vocabulary_size(model), stops.num_ids
-    )
+    sampler = sampler_of(model, sampling, stops)
     batch_size = rows_together(model, batch_size)
     numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
     made = RequestMaker(model, sampler, sampling, stops, seed, step, numbers)

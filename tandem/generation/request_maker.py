@@ -18,11 +18,21 @@ from tandem.generation.conversing import ConversationRow, Conversed, Conversing
 from tandem.generation.detokenizer import AnswerText
 from tandem.generation.following import Followed, Following
 from tandem.generation.keeping import StateKeeper
-from tandem.generation.limits import check_prompts
+from tandem.generation.limits import check_prompts, vocabulary_size
 from tandem.generation.request import Request
 from tandem.generation.sampler import Draw, Sampler, sequence_key
 from tandem.generation.stops import Stops
 from tandem.types import PromptRow, Rollout
+
+
+def sampler_of(model: PreTrainedModel, sampling: SamplingConfig, stops: Stops) -> Sampler:
+    """What draws a model's answers, of tokens that have a text.
+
+    Raises:
+        ConfigError, GenerationError: as `Sampler`.
+    """
+    vocabulary = vocabulary_size(model)
+    return Sampler(sampling, stops.stop_token_ids, model.device, vocabulary, stops.num_ids)
 
 
 def watched_text(stops: Stops, sampling: SamplingConfig) -> AnswerText | None:

@@ -24,7 +24,7 @@ from tandem.generation.limits import (
 )
 from tandem.generation.observed import TokenLogprobs
 from tandem.generation.request import Request
-from tandem.generation.request_maker import constraint_of, watched_text
+from tandem.generation.request_maker import constraint_of, sampler_of, watched_text
 from tandem.generation.runner import kv_dtype
 from tandem.generation.sampler import Sampler, sequence_key
 from tandem.generation.scheduler import PrefixCounts, state_slots
@@ -272,10 +272,7 @@ class Conversations:
             regex="",
         )
         if rule not in self._samplers:
-            model, stops = self._model, self._stops
-            self._samplers[rule] = Sampler(
-                rule, stops.stop_token_ids, model.device, vocabulary_size(model), stops.num_ids
-            )
+            self._samplers[rule] = sampler_of(self._model, rule, self._stops)
         self._samplers.move_to_end(rule)
         while len(self._samplers) > _KEPT_SAMPLERS:
             self._samplers.popitem(last=False)

@@ -5,20 +5,29 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tandem.config.schema import SamplingConfig
 from tandem.generation import gpu_runner
+from tandem.generation.generator import generate
 from tandem.generation.gpu_runner import GraphRunner
 from tandem.generation.runner import TwinRunner, new_memory
 from tandem.models.selfcheck import check_twin
 from tandem.models.twin import twin_of
 from tandem.ops import gpu
 from tandem.types import Rollout
-from tests.generation.gpu_sessions import found_by_address, in_buckets, rollout_of
+from tests.generation.gpu_sessions import (
+    STOPS,
+    found_by_address,
+    in_buckets,
+    prompts,
+    rollout_of,
+)
 from tests.generation.rollouts import new_wide
 from tests.gpu.conftest import DEVICE, IS_DRY, needs_gpu
 from tests.models.families import tiny_model
@@ -110,6 +119,25 @@ def test_reserved_memory_is_flat_over_a_hundred_rollouts() -> None:
         with torch.no_grad():
             model.lm_head.weight.mul_(0.999)
     assert torch.cuda.memory_reserved() == reserved
+
+
+@pytest.mark.parametrize("rule", [{}, {"top_k": 9, "top_p": 0.9}, {"min_new_tokens": 9}])
+def test_outputs_beyond_the_tokenizer_are_not_drawn(rule: dict[str, float], recorded: None) -> None:
+    """They are the likeliest by far: with the bound as without, one replay draws."""
+    model = placed()
+    with torch.no_grad():
+        model.lm_head.weight[80::2] *= 40.0
+        model.lm_head.weight[81::2] = -model.lm_head.weight[80:-1:2]
+    stops = replace(STOPS, num_ids=80)
+    sampling = SamplingConfig(max_new_tokens=12, **rule)
+    made = [generate(model, prompts(5, 9), sampling, stops, seed=seed) for seed in range(4)]
+    for rollout in made:
+        mask = rollout.batch.response_mask
+        assert int(rollout.batch.token_ids[mask].max()) < 80
+        beyond = (rollout.sampled_logprobs - rollout.rollout_logprobs)[mask]
+        assert float(beyond.min()) > 1.0, "of nats"
+    assert gpu_runner._kept[model].recorder.refused == {}
+    assert any(step._draws for step in gpu_runner._kept[model]._steps.values())
 
 
 def test_a_rollout_copies_no_weight(recorded: None) -> None:

@@ -184,7 +184,5 @@ def test_a_tokenizer_with_ids_beyond_the_embedding() -> None:
     with pytest.raises(ModelError, match=r"below the model's 50 embeddings; got 98 \('w94'\)"):
         check_vocabulary(small, tokenizer())
     require_embeddings(small, torch.arange(50)[None])
-    with pytest.raises(
-        ModelError, match=r"below the 50 embeddings of .* got 50\. Let roll"
-    ):
+    with pytest.raises(ModelError, match=r"below the 50 embeddings of .* got 50\. Let roll"):
         require_embeddings(small, torch.arange(51)[None])
