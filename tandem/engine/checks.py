@@ -20,7 +20,8 @@ from tandem.models.blocks import decoder_blocks
 from tandem.models.lm_head import check_head
 from tandem.models.lora import adapters_off
 from tandem.models.modes import evaluating
-from tandem.models.selfcheck import Agreement, check_twin
+from tandem.models.selfcheck import Agreement, check_slices, check_twin
+from tandem.models.slice_plans import slice_plan
 from tandem.models.twin import decodes, supports_packing, twin_of, why_unpacked
 from tandem.parallel.shard import shards_of
 from tandem.parallel.tensor import TensorGroup
@@ -56,15 +57,17 @@ def check_policy(model: PreTrainedModel, group: TensorGroup | None = None) -> Ag
 def _checked(model: PreTrainedModel, group: TensorGroup | None) -> Agreement:
     """`check_policy` on this rank."""
     check_head(model)
-    if group is not None and not decodes(model):
+    generates = not decodes(model)
+    if group is not None and generates and not slice_plan(model.config).by_generate:
         raise ModelError(
             "tensor-parallel generation must decode from slices, not through Hugging Face's "
             "generate, which takes whole weights; got a model that does not: "
             f"{why_unpacked(model)}. Use --inference-tp-size 1."
         )
-    if not decodes(model):
+    if generates:
         with evaluating(model):
-            return Agreement(False, math.inf, check_generation(model), 0.0)
+            to_model = 0.0 if group is None else check_slices(model)
+            return Agreement(False, math.inf, check_generation(model), to_model)
     # Slices stand in for the twin; the model's own forward gathers for itself.
     return check_twin(model, trains_elsewhere=group is not None, make_decoder=make_runner)
 

@@ -25,6 +25,7 @@ from tandem.models.lm_head import vocabulary_head
 from tandem.models.load import require_embeddings
 from tandem.models.packed import drops_now, predictor_states, response_tokens
 from tandem.models.replayed import KeptStates
+from tandem.models.slice_plans import slice_plan
 from tandem.models.tensor_parallel import sliced_twin
 from tandem.models.twin import compares_once, decodes, standing_in, without_hooks
 from tandem.objectives.logprobs import scatter_to_tokens, token_logprobs
@@ -69,7 +70,7 @@ def _sliced_weights(model: PreTrainedModel, group: TensorGroup) -> Iterator[None
     shards.reshard()
     twin = sliced_twin(model, group, whole=whole, dtype=shards.plan.gather_dtype)
     try:
-        with standing_in(model, twin):
+        with standing_in(model, twin, by_generate=slice_plan(model.config).by_generate):
             yield
     finally:
         shards.reshard()

@@ -128,7 +128,7 @@ def shared_rollout(
     sent = [shares[rank // together] if rank % together == 0 else [] for rank in range(world.size)]
     start = time.perf_counter()
     own = answers(mine) if mine else None
-    if shards.plan.stage > 0 and not (settings.hybrid_engine and decodes(model)):
+    if group is None and shards.plan.stage > 0 and not (settings.hybrid_engine and decodes(model)):
         # In Hugging Face's `generate` the ranks of a sharded model wait for each other in every
         # step, so all must call it equally often: once for a single answer.
         calls = [-(-len(s) * sampling.samples_per_prompt // settings.generation_batch_size)

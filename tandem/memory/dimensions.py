@@ -40,7 +40,9 @@ class Shape:
     their states per sequence, in the same two types. keyless: how many of these layers have no
     attention beside it.
     others: kinds of layers that are counted as attention's, but are not.
-    is_sliceable: tensor-parallel generation has a plan for its layers.
+    is_sliceable: tensor-parallel generation has a plan for its layers. stacked: elements of weights
+    not in `linears` that it slices, as experts in one tensor. cut: widths of linear layers that it
+    slices, where they are not query_width and inner; divided: what else its ranks must divide.
     """
 
     parameters: int
@@ -65,6 +67,9 @@ class Shape:
     keyless: int = 0
     others: tuple[str, ...] = ()
     is_sliceable: bool = True
+    stacked: int = 0
+    cut: tuple[int, ...] = ()
+    divided: tuple[int, ...] = ()
 
     @cached_property
     def linear_weights(self) -> int:
@@ -81,11 +86,16 @@ class Shape:
         `models.slice_plans.check_sliceable` asks; block: weights that have one scale."""
         if parts == 1 or not self.is_sliceable:
             return parts == 1
-        widths = (self.query_width, self.inner)
-        is_even = not any(number % parts for number in (self.heads, *widths))
+        widths = self.cut or (self.query_width, self.inner)
+        is_even = not any(number % parts for number in (self.heads, *widths, *self.divided))
         are_whole = not any(width // parts % block for width in widths)
         shares_keys = not (self.kv_heads % parts and parts % self.kv_heads)
         return is_even and are_whole and shares_keys
+
+    @property
+    def sliced_widths(self) -> tuple[int, ...]:
+        """What is divided in `slices_into`, heads and their width aside."""
+        return (*(self.cut[1:] if self.cut else (self.inner,)), *self.divided)
 
     @cached_property
     def outside_blocks(self) -> int:

@@ -30,7 +30,14 @@ from tandem.models.fused import mixer_size
 from tandem.models.hf_logging import quiet
 from tandem.models.load import embedding_rows
 from tandem.models.lora import adaptable
-from tandem.models.slice_plans import has_slice_plan
+from tandem.models.slice_plans import (
+    divided,
+    has_slice_plan,
+    heads_of,
+    linear_widths,
+    planned,
+    slice_plan,
+)
 
 __all__ = ["Shape", "shape_of"]
 
@@ -65,9 +72,28 @@ def shape_of(
         untied_head=_untied_head(model),
         is_scalar=scalar,
         whole_blocks=text.model_type in WHOLE_BLOCKS and not getattr(text, "mlp_bias", False),
-        is_sliceable=has_slice_plan(text),
+        **_slicing(model, inner),
         **_mixers(model),
     )
+
+
+def _slicing(model: PreTrainedModel, inner: int) -> dict[str, Any]:
+    """What tensor-parallel generation divides, as far as linear layers and `inner` do not say."""
+    text = model.config.get_text_config()
+    if not has_slice_plan(text):
+        return {"is_sliceable": False}
+    plan, heads, linear = slice_plan(text), heads_of(text), tuple(linear_widths(text))
+    is_usual = linear == (heads.queries * heads.width, inner)
+    adapted = set(adaptable(model))
+    stacked = sum(p.numel() for n, p in model.named_parameters() if planned(plan.stacks, n))
+    stacked += sum(
+        getattr(module, "weight").numel()  # noqa: B009, attributes have no static type
+        for name, module in model.named_modules()
+        if name not in adapted
+        and any(planned(cuts, name) is not None for cuts in (plan.columns, plan.rows))
+    )
+    more = [number for _, number in divided(text) if number not in (heads.queries, *linear)]
+    return {"stacked": stacked, "cut": () if is_usual else linear, "divided": tuple(more)}
 
 
 def _mixers(model: PreTrainedModel) -> dict[str, Any]:

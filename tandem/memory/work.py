@@ -261,7 +261,7 @@ def generation_bytes(
 
 def answering_weights(shape: Shape, layout: Layout, *, packs: bool, slices: int = 1) -> Bytes:
     """The weights that a rollout reads, where they are not those that rest: slices of the linear
-    layers and the rest whole; or all gathered, and packed.
+    layers and of experts in one tensor, and the rest whole; or all gathered, and packed.
 
     Args:
         packs, slices: as of `generation_bytes`.
@@ -280,7 +280,7 @@ def _slices(shape: Shape, layout: Layout, slices: int) -> Bytes:
     # Of key heads that are fewer than the ranks each holds a whole one.
     keys = 2 * shape.layers * shape.width * shape.kv_width
     linear += keys * (1 / min(slices, shape.kv_heads) - 1 / slices)
-    others = shape.parameters - shape.linear_weights
+    others = shape.parameters - shape.linear_weights - shape.stacked * (1 - 1 / slices)
     if not quantized_weights(shape, layout):
         return {"slices": layout.compute_bytes * (others + linear)}
     integers = FROZEN_BYTES[layout.frozen] * (linear + shape.untied_head)

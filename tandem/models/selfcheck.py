@@ -122,6 +122,23 @@ def check_twin(
     return Agreement(is_equal, float(gap.mean()), float(gap.max()), to_model)
 
 
+@torch.no_grad()
+def check_slices(model: PreTrainedModel) -> float:
+    """Compare slices that run a model's own forward (`twin.standing_in`, by_generate) with that.
+
+    Returns:
+        the largest difference of their logits, relative to the largest.
+    Raises:
+        ModelError: they differ by more than rounding.
+    """
+    rows, runs = random_rows(model, _LENGTHS), running(model)
+    full, sliced = (
+        torch.cat([one(input_ids=row[None], use_cache=False).logits[0] for row in rows])
+        for one in (model, runs)
+    )
+    return _require_close(full, sliced, model.config.model_type, "sliced", _advice(model))
+
+
 def random_rows(model: PreTrainedModel, lengths: Sequence[int], *, room: int = 0) -> list[Tensor]:
     """Rows of tokens of these lengths, or as long as positions leave `room` behind them."""
     most = (positions_in(model.config) or max(lengths) + room) - room

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from tandem.models.blocks import Heads
 from tandem.models.lora import LoraLayer
 from tandem.models.quantized import PackedWeight
 from tandem.models.shared_copy import shared_copy
-from tandem.models.slice_plans import SlicePlan, check_sliceable, evenly, heads_of, slice_plan
+from tandem.models.slice_cuts import Cut, evenly
+from tandem.models.slice_plans import SlicePlan, check_sliceable, heads_of, planned, slice_plan
 from tandem.ops import dense
-from tandem.ops.spans import Span, Spans, taken
+from tandem.ops.spans import Span, Spans, length, taken
 
 
 class Group(Protocol):
@@ -87,6 +89,26 @@ class RowLinear(_SlicedLinear):
         return summed if self.bias is None else summed + self.bias.to(summed.dtype)
 
 
+class SlicedNorm(nn.Module):
+    """A root-mean-square norm over numbers of which each slice has some.
+
+    Attributes:
+        width: how many there are, with the copies of those that several slices have.
+    """
+
+    weight: Tensor
+    add_up: Callable[[Tensor], Tensor]
+    width: int
+    eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D / parts) -> (..., D / parts)."""
+        numbers = x.float()
+        squares = self.add_up(numbers.square().sum(-1, keepdim=True))
+        numbers = numbers * torch.rsqrt(squares / self.width + self.eps)
+        return (numbers * self.weight).to(x.dtype)
+
+
 @torch.no_grad()
 def sliced_twin(
     model: PreTrainedModel,
@@ -95,7 +117,8 @@ def sliced_twin(
     whole: Callable[[Tensor], Tensor],
     dtype: torch.dtype | None,
 ) -> PreTrainedModel:
-    """A twin whose planned layers hold this rank's slice of their weights; all others are whole.
+    """A twin whose planned layers hold this rank's slice of their weights; all others are whole. A
+    family that generates by Hugging Face's `generate` has a copy that runs its own forward.
 
     Adapters are merged into the slices, which are temporary; the model's own weights stay as they
     are. Slices of quantized weights are integers too, beside which adapters are sliced.
@@ -106,7 +129,7 @@ def sliced_twin(
     """
     check_sliceable(model.config, group.size)
     plan, heads = slice_plan(model.config), heads_of(model.config)
-    copies = shared_copy(model)
+    copies = shared_copy(model, own_forward=plan.by_generate)
     originals = {copied: module for module, copied in copies.items()}
     twin = copies[model]
     assert isinstance(twin, PreTrainedModel)
@@ -118,27 +141,88 @@ def sliced_twin(
             gathered[id(weight)] = _frozen(whole(weight), dtype)
         return gathered[id(weight)]
 
+    def part(name: str, weight: Tensor) -> Tensor:
+        """A weight of another module than a linear layer."""
+        if name.endswith(plan.once) and group.index > 0:
+            return _frozen(torch.zeros_like(kept(weight)), dtype)
+        cut = planned(plan.stacks, name)
+        if cut is None:
+            return kept(weight)
+        dim, how = cut
+        own = group.slice(weight, dim, how(weight.shape[dim], heads, group.size))
+        return _frozen(own, dtype)
+
     sliced: set[str] = set()
     for name, module in list(twin.named_modules()):
         if any(name.startswith(f"{done}.") for done in sliced):
             continue  # an adapter inside a sliced layer
         original = originals[module]
-        cut = next((how for ending, how in plan.columns.items() if name.endswith(ending)), None)
-        is_column = cut is not None
-        if (is_column or name.endswith(plan.rows)) and hasattr(original, "weight"):
-            size = _edges(original)[0 if is_column else 1]
-            spans = (cut or evenly)(size, heads, group.size)
-            layer = _layer(original, is_column, spans, group, whole, dtype)
+        column, row = planned(plan.columns, name), planned(plan.rows, name)
+        if (cut := column or row) is not None and hasattr(original, "weight"):
+            size = _edges(original)[0 if column else 1]
+            spans = cut(size, heads, group.size)
+            layer = _layer(original, column is not None, spans, group, whole, dtype)
             twin.set_submodule(name, layer)
             sliced.add(name)
             continue
+        if (cut := planned(plan.norms, name)) is not None:
+            twin.set_submodule(name, _norm(original, cut, heads, group, dtype))
+            continue
         state: dict[str, Any] = module.__dict__
         state["_parameters"] = {
-            key: None if weight is None else kept(weight)
+            key: None if weight is None else part(f"{name}.{key}", weight)
             for key, weight in original._parameters.items()
         }
-    _count_own_heads(twin, {name.rpartition(".")[0] for name in sliced}, plan, group.size)
+        if name.endswith(plan.partial):
+            module.register_forward_hook(_Summed(group.add_up))
+            _choose_product(module)
+    around = {name.rpartition(".")[0] for name in sliced}
+    _count_own_heads(twin, around, plan, group.size)
+    for name in around if plan.biases else ():
+        own = _OwnHeads(plan.biases, heads.queries, group)
+        twin.get_submodule(name).register_forward_pre_hook(own, with_kwargs=True)
     return twin.eval()
+
+
+def _choose_product(experts: Any) -> None:
+    """Let experts run one by one where a row of their slices does not begin at 16 bytes, as torch's
+    product over groups of rows needs it."""
+    rows = [p.shape[-1] * p.element_size() for p in experts.parameters() if p.dim() == 3]
+    if any(size % 16 for size in rows):
+        experts.config._experts_implementation = "eager"
+
+
+class _Summed:
+    """A hook: the result of a module is this rank's part of a sum."""
+
+    def __init__(self, add_up: Callable[[Tensor], Tensor]) -> None:
+        self._add_up = add_up
+
+    def __call__(self, module: nn.Module, given: Any, partial: Tensor) -> Tensor:
+        return self._add_up(partial.contiguous())
+
+
+class _OwnHeads:
+    """A hook: attention is called with a bias for every head, and has this rank's heads."""
+
+    def __init__(self, names: Collection[str], heads: int, group: Group) -> None:
+        self._names, self._heads = names, heads
+        [self._own] = evenly(heads, Heads(heads, 1, heads), group.size)[group.index]
+
+    def __call__(
+        self, module: nn.Module, given: Any, keywords: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        return given, {
+            name: self._cut(value) if name in self._names and value is not None else value
+            for name, value in keywords.items()
+        }
+
+    def _cut(self, bias: Tensor) -> Tensor:
+        """(B, H, ...) or (B * H, Q, T); a mask (B, 1, Q, T) is of all heads."""
+        first, last = self._own
+        if bias.dim() == 4:
+            return bias if bias.shape[1] != self._heads else bias[:, first:last]
+        return bias.unflatten(0, (-1, self._heads))[:, first:last].flatten(0, 1)
 
 
 def _count_own_heads(twin: nn.Module, around: Collection[str], plan: SlicePlan, parts: int) -> None:
@@ -204,6 +288,19 @@ def _sliced_adapter(
         return None
     a, b = (whole(part.weight) for part in acting)
     return (a, taken(b, 0, spans)) if is_column else (taken(a, 1, spans), b)
+
+
+def _norm(
+    original: Any, cut: Cut, heads: Heads, group: Group, dtype: torch.dtype | None
+) -> nn.Module:
+    """The slice of a norm over all heads. Keys that several ranks hold are counted once."""
+    weight = original.weight
+    spans = cut(len(weight), heads, group.size)
+    layer = SlicedNorm()
+    layer.weight = _frozen(group.slice(weight, 0, spans), dtype)
+    layer.width = sum(map(length, spans))
+    layer.eps, layer.add_up = original.variance_epsilon, group.add_up
+    return layer
 
 
 def _frozen(tensor: Tensor, dtype: torch.dtype | None) -> nn.Parameter:

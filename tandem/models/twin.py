@@ -45,7 +45,10 @@ from tandem.ops.attention_context import NO_STATE, LayerShape, Packed, Recording
 
 @dataclass(slots=True)
 class _Twin:
-    """A twin, and the state of its model that it was made from."""
+    """A twin, and the state of its model that it was made from.
+
+    by_generate: it runs the model's own forward, and stands in for that too.
+    """
 
     model: PreTrainedModel
     modules: Modules | None = None
@@ -55,6 +58,7 @@ class _Twin:
     why_unpacked: str = ""
     borders: tuple[int, ...] | None = None
     drops: bool | None = None
+    by_generate: bool = False
 
     def layer_shapes(self) -> tuple[LayerShape, ...]:
         """Found out when first asked for."""
@@ -204,15 +208,29 @@ def without_hooks(model: PreTrainedModel) -> Iterator[None]:
 
 def running(model: PreTrainedModel) -> PreTrainedModel:
     """What runs a model's own forward: the model. Where its weights are whole and would be split
-    again by its hooks (`without_hooks`), a copy that has none."""
-    gathers = _current(model).gathering.on
+    again by its hooks (`without_hooks`), a copy that has none. What stands in for it, if anything
+    does."""
+    entry = _current(model)
+    if entry.by_generate:
+        return entry.model
+    gathers = entry.gathering.on
     return model if gathers or not is_split(model) else plain_copy(model)
 
 
 @contextmanager
-def standing_in(model: PreTrainedModel, twin: PreTrainedModel) -> Iterator[None]:
-    """Within: `twin` computes in place of the model's own twin."""
-    _stand_ins[model] = _Twin(twin)
+def standing_in(
+    model: PreTrainedModel, twin: PreTrainedModel, *, by_generate: bool = False
+) -> Iterator[None]:
+    """Within: `twin` computes in place of the model's own twin.
+
+    Args:
+        by_generate: it runs the model's own forward, not packed, and in place of that too.
+    """
+    entry = _Twin(twin)
+    if by_generate:
+        why = f"family {model.config.model_type!r} generates by its own forward"
+        entry = _Twin(twin, shapes=(), why_unpacked=why, by_generate=True)
+    _stand_ins[model] = entry
     try:
         yield
     finally:

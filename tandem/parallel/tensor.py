@@ -74,8 +74,7 @@ class TensorGroup:
         A collective of all ranks of the world for weights in pieces.
 
         Args:
-            weight: (R, C) or (R,), plain or in pieces along dimension 0, over a multiple of `size`
-                ranks.
+            weight: (R, ...), plain or in pieces along dimension 0, over a multiple of `size` ranks.
             spans: of each of the group's ranks.
         """
         if not isinstance(weight, DTensor):
@@ -89,12 +88,12 @@ class TensorGroup:
             if dim == 0:
                 parts = [piece[first:last].flatten() for first, last in within(wanted, rows[own])]
             else:
-                parts = [taken(piece, 1, wanted).flatten()]
+                parts = [taken(piece, dim, wanted).flatten()]
             sends += parts
             sizes.append(sum(map(len, parts)))
         mine, shape = spans[self.index], list(weight.shape[1:])
-        if dim == 1:
-            shape = [length(mine)]
+        if dim > 0:
+            shape[dim - 1] = length(mine)
         counts = [
             (length(within(mine, held)) if dim == 0 else held[1] - held[0]) * math.prod(shape)
             for held in rows

@@ -132,8 +132,9 @@ def asked_of(
             )
         raise ConfigError(
             "--inference-tp-size must divide the policy's heads, key/value heads (or be a multiple "
-            "of them) and inner width, with --frozen-weights into whole blocks; got "
-            f"{parallel.inference_tp_size} for {shape.heads}, {shape.kv_heads} and {shape.inner}. "
+            "of them) and inner widths, with --frozen-weights into whole blocks; got "
+            f"{parallel.inference_tp_size} for {shape.heads}, {shape.kv_heads} and "
+            f"{', '.join(map(str, dict.fromkeys(shape.sliced_widths)))}. "
             "Use a divisor."
         )
     rows = rows_by_stage(config, named)

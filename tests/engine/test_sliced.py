@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tandem.engine.rollouts import shared_rollout
 from tandem.engine.shard_plan import shard_plan
 from tandem.errors import ConfigError, ModelError
 from tandem.generation.stops import Stops
-from tandem.models import slice_plans
+from tandem.models import slice_plans, tensor_parallel
 from tandem.models.lora import lora_layers
 from tandem.models.selfcheck import Agreement, check_twin
 from tandem.models.twin import twin_of
@@ -124,8 +125,29 @@ def test_a_wrong_plan_stops_the_run() -> None:
     assert all(on_ranks(2, wrongly_planned))
 
 
+def with_whole_slopes(world: World) -> str:
+    plan = slice_plans._PLANS["bloom"]
+    slice_plans._PLANS["bloom"] = replace(plan, biases=("alibi",))
+    model = tiny_decoder("bloom")
+    shard_model(model, shard_plan(3, engine_settings(RunConfig()), world, trained=True), world)
+    with patch.object(tensor_parallel, "evenly", lambda *_: [[(0, 2)], [(0, 2)]]):
+        try:
+            check_policy(model, tensor_group(world, 2))
+        except ModelError as error:
+            return str(error)
+    return ""
+
+
+def test_slopes_of_other_heads_stop_the_run() -> None:
+    told = on_ranks(2, with_whole_slopes)
+    assert any(
+        "the sliced forward of family 'bloom' must give its own forward's" in x for x in told
+    )
+
+
 def without_slices_of_norms(world: World) -> str:
-    slice_plans._PLANS["olmo2"] = slice_plans._PLANS["llama"]  # whose norms are of single heads
+    plan = slice_plans._PLANS["olmo2"]
+    slice_plans._PLANS["olmo2"] = replace(plan, norms={})  # which are of all heads together
     model = tiny_decoder("olmo2")
     shard_model(model, shard_plan(3, engine_settings(RunConfig()), world, trained=True), world)
     try:
@@ -171,8 +193,24 @@ def refused(world: World, family: str, parts: int) -> str:
 
 
 def test_what_cannot_be_sliced_is_refused_by_name() -> None:
-    with pytest.raises(ModelError, match="must have a plan for the family; got 'falcon', plans"):
-        slice_plans.check_sliceable(config_of("falcon"), 2)
+    with pytest.raises(ModelError, match="must have a plan for the family; got 'xglm', plans"):
+        slice_plans.check_sliceable(config_of("xglm"), 2)
+    with pytest.raises(ModelError, match="got 'longcat_flash', whose experts that compute n"):
+        slice_plans.check_sliceable(config_of("longcat_flash"), 2)
+    with pytest.raises(ModelError, match="got 'lfm2', whose layers keep states, plans are there"):
+        slice_plans.check_sliceable(config_of("lfm2"), 2)
+    codegen = config_of("codegen", n_head=16)
+    slice_plans.check_sliceable(codegen, 4)
+    with pytest.raises(ModelError, match="attention heads in each of 4 runs; got 8 for 4"):
+        slice_plans.check_sliceable(codegen, 8)
+    experts = config_of("qwen2_moe", moe_intermediate_size=12, shared_expert_intermediate_size=16)
+    with pytest.raises(ModelError, match=r"experts' inner width \(moe_int\w+\); got 8 for 12"):
+        slice_plans.check_sliceable(experts, 8)
+    experts.moe_intermediate_size, experts.shared_expert_intermediate_size = 16, 12
+    with pytest.raises(
+        ModelError, match=r"shared experts' inner width \(shared\w+\); got 8 for 12"
+    ):
+        slice_plans.check_sliceable(experts, 8)
     assert "attention heads; got 8 for 4" in refused(World(), "llama", 8)
     config = tiny_model("llama").config
     config.num_attention_heads, config.num_key_value_heads = 12, 3
@@ -222,6 +260,9 @@ CUTS: dict[int, list[tuple[tuple[int, ...], int, Spans]]] = {
         ((6, 3), 0, SHARED),
         ((3, 6), 1, SHARED),
         ((2, 3), 0, [[(0, 1)], [(0, 1)], [(1, 2)], [(1, 2)]]),
+        ((8, 6, 5), 1, IN_HALVES),
+        ((3, 2, 6), 2, IN_HALVES),
+        ((3, 4, 2), 1, [[(i, i + 1)] for i in range(4)]),
     ],
     2: [((10,), 0, [[(0, 5)], [(5, 10)]]), ((6,), 0, IN_HALVES)],
 }

@@ -41,6 +41,7 @@ from tandem.models.twin import twin_of
 from tandem.parallel.tensor import tensor_group
 from tandem.parallel.world import World
 from tandem.plan.run import plan_memory
+from tests.models.decoders import decoder_config
 from tests.models.families import config_of, ragged_batch, tiny_config, tiny_model, tiny_scalar
 from tests.models.hybrid_families import HYBRIDS
 from tests.ranks import on_ranks
@@ -516,6 +517,16 @@ def test_slices_are_what_a_rank_holds(frozen: str) -> None:
     if frozen:
         counted -= 4 * shape_of(wide).adapters(2)
     assert on_ranks(2, held_in_slices, config, wide) == [counted] * 2
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "falcon", "bloom"])
+def test_slices_of_experts_and_of_other_layers_are_counted(family: str) -> None:
+    config = replace(_sliced(2), lora=LoraConfig(rank=0))
+    model = decoder_config(family, **({"multi_query": False} if family == "falcon" else {}))
+    counted = plan_memory(config, "ppo", model, ranks=2, device=torch.device("cpu"))
+    biases = {"bloom": 2 * (3 * 32 + 128) // 2, "gpt_oss": 4 * (32 + 16 + 16) // 2}  # counted whole
+    held = counted.phases["generate"]["slices"] - 4 * biases.get(family, 0)
+    assert on_ranks(2, held_in_slices, config, model) == [held] * 2
 
 
 def test_ranks_that_hold_slices_answer_together() -> None:

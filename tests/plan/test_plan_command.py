@@ -317,7 +317,14 @@ def test_no_layout_slices_what_a_run_would_refuse_to_slice() -> None:
         ("phi", {}),
         ("olmo", {}),
         ("falcon", {}),
+        ("xglm", {}),
+        ("gptj", {}),
+        ("codegen", {}),
+        ("codegen", {"n_head": 4}),
         ("mixtral", {"num_local_experts": 2}),
+        ("mixtral", {"num_local_experts": 2, "intermediate_size": 513}),
+        ("qwen3_moe", {"num_experts": 2, "moe_intermediate_size": 513}),
+        ("qwen2_moe", {"num_experts": 2, "shared_expert_intermediate_size": 513}),
         ("phi3", {"pad_token_id": 0}),
         ("phi3", {"pad_token_id": 0, "max_position_embeddings": 8192, "rope_parameters": {
             "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32,
@@ -327,11 +334,12 @@ def test_no_layout_slices_what_a_run_would_refuse_to_slice() -> None:
 def test_a_plan_slices_the_families_that_a_run_slices(
     model_type: str, sizes: dict[str, Any]
 ) -> None:
-    config = AutoConfig.for_model(
-        model_type, hidden_size=512, intermediate_size=1024, num_hidden_layers=1,
-        num_attention_heads=8, num_key_value_heads=8, vocab_size=64, bos_token_id=0,
-        eos_token_id=0, **sizes,
-    )  # fmt: skip
+    usual = {
+        "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1,
+        "num_attention_heads": 4 if "n_head" in sizes else 8, "num_key_value_heads": 8,
+        "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0,
+    }  # fmt: skip
+    config = AutoConfig.for_model(model_type, **usual | sizes)
     try:
         check_sliceable(config, 2)
         is_taken = True
@@ -371,14 +379,16 @@ def test_slices_that_a_run_would_refuse_are_not_planned(capsys: pytest.CaptureFi
 def test_a_family_that_is_not_sliced_gets_no_slices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bloom = str(tmp_path)
-    AutoConfig.for_model("bloom", hidden_size=256, n_head=8, n_layer=2).save_pretrained(bloom)
+    xglm = str(tmp_path)
+    AutoConfig.for_model(
+        "xglm", d_model=256, attention_heads=8, num_layers=2, ffn_dim=512
+    ).save_pretrained(xglm)
     own = ("--actor-zero-stage", "3", "--critic-zero-stage", "3")
-    assert {parts for parts, _ in _tried(bloom, *own)} == {1}
-    flags = ["--actor-model", bloom, "--hardware", "8xL4", "--no-data", *own]
+    assert {parts for parts, _ in _tried(xglm, *own)} == {1}
+    flags = ["--actor-model", xglm, "--hardware", "8xL4", "--no-data", *own]
     assert main(["plan", *flags, "--inference-tp-size", "2"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "must be 1 for a model that generation cannot slice; got 2 for 'bloom'. Rem" in line
+    assert "must be 1 for a model that generation cannot slice; got 2 for 'xglm'. Rem" in line
 
 
 def test_an_unknown_flag_is_refused_in_the_name_of_the_command_that_was_typed(

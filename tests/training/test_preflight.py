@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MptConfig
+from transformers import LlamaConfig, MptConfig, XGLMConfig
 
 from tandem.config.flags import parse_run_flags
 from tandem.config.load import build_config, check_config
@@ -110,11 +110,11 @@ def test_replicas_that_cannot_be(world: World, knobs: dict[str, Any], line: str)
 def test_a_family_without_a_plan_is_refused_before_any_step(
     tmp_path: Path, preferences: str
 ) -> None:
-    MptConfig(d_model=32, n_heads=4, n_layers=2).save_pretrained(tmp_path / "mpt")
-    tiny_tokenizer().save_pretrained(tmp_path / "mpt")
-    model = str(tmp_path / "mpt")
+    XGLMConfig(d_model=32, attention_heads=4, num_layers=2).save_pretrained(tmp_path / "xglm")
+    tiny_tokenizer().save_pretrained(tmp_path / "xglm")
+    model = str(tmp_path / "xglm")
     config = tiny_config(tmp_path / "run", model, preferences, parallel__inference_tp_size=2)
-    with pytest.raises(ModelError, match="must have a plan for the family; got 'mpt'"):
+    with pytest.raises(ModelError, match="must have a plan for the family; got 'xglm'"):
         check_parallel(config, FOUR, model)
 
 

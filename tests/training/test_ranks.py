@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedConfig
 
-from tandem.config.schema import ParallelConfig
+from tandem.config.schema import ParallelConfig, RunConfig
 from tandem.models.load import new_causal_lm
+from tests.models.decoders import decoder_config
 from tests.models.families import config_of
 from tests.models.hybrid_families import HYBRIDS
 from tests.ranks import on_ranks
@@ -53,6 +55,33 @@ def test_all_steps_over_ranks_are_those_of_one(
         assert all(torch.isfinite(value).all() for value in adapter.values())
 
 
+def ran_alone(folder: Path, data: str, model: PreTrainedConfig) -> RunConfig:
+    """The configuration of a short run of one process, which is over."""
+    tokenizer = tiny_tokenizer()
+    model.vocab_size = len(tokenizer)
+    model.eos_token_id, model.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    new_causal_lm(model, seed=0).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    alone = tiny_config(
+        folder / "alone", str(folder / "model"), data,
+        sft__max_steps=1, reward__max_steps=1, ppo__steps=2, ppo__ema=True,
+    )  # fmt: skip
+    ran(alone)
+    return alone
+
+
+@pytest.mark.parametrize(
+    ("family", "positions"), [("qwen3_moe", "max_position_embeddings"), ("gptj", "n_positions")]
+)
+def test_slices_of_experts_and_of_what_hugging_face_answers_for(
+    tmp_path: Path, preferences: str, family: str, positions: str
+) -> None:
+    alone = ran_alone(tmp_path, preferences, decoder_config(family, **{positions: 256}))
+    parallel = ParallelConfig(actor_zero_stage=3, critic_zero_stage=3, inference_tp_size=2)
+    on_ranks(2, ranks_ran, replace(alone, output_dir=str(tmp_path / "ranks"), parallel=parallel))
+    assert_same_run(tmp_path / "ranks", tmp_path / "alone")
+
+
 @pytest.mark.parametrize(
     "family", ["recurrent_gemma", pytest.param("falcon_h1", marks=pytest.mark.slow)]
 )
@@ -61,17 +90,7 @@ def test_a_family_that_hugging_face_answers_for(
 ) -> None:
     """Its ranks generate in other batches, of prompts of equal length, and for other numbers of
     tokens: none may wait for another."""
-    tokenizer = tiny_tokenizer()
-    config = config_of(family, **(HYBRIDS[family] | {"vocab_size": len(tokenizer)}))
-    config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-    model = new_causal_lm(config, seed=0)
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    alone = tiny_config(
-        tmp_path / "alone", str(tmp_path / "model"), preferences,
-        sft__max_steps=1, reward__max_steps=1, ppo__steps=2, ppo__ema=True,
-    )  # fmt: skip
-    ran(alone)
+    alone = ran_alone(tmp_path, preferences, config_of(family, **HYBRIDS[family]))
     parallel = ParallelConfig(actor_zero_stage=3, critic_zero_stage=3)
     on_ranks(2, ranks_ran, replace(alone, output_dir=str(tmp_path / "ranks"), parallel=parallel))
     assert_same_run(tmp_path / "ranks", tmp_path / "alone")
