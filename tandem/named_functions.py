@@ -48,7 +48,8 @@ def function_in(
         if isinstance(error, KeyboardInterrupt | Stopped):
             raise
         told = advice(error)
-        if isinstance(error, ModuleNotFoundError) and Path(f"{where}.py").is_file():
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == where
+        if is_missing and Path(f"{where}.py").is_file():
             told = f"Write {where}.py:{attribute} for the file of that name."
         raise ConfigError(
             f"{problem}: {type(error).__name__}: {cause_of(error)}. {told}"

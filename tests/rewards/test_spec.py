@@ -79,6 +79,7 @@ def test_two_files_of_one_name_are_two_functions(tmp_path: Path) -> None:
         ("no.such.module:good", "No module named"),
         ("FOLDER/my rewards.txt:f", "my rewards.txt is no Python file. Give one that ends in .py"),
         ("no/such/module:f", "no/such/module is no Python file"),
+        ("my_imports:f", "No module named 'not_there'. Fix the file, or its name"),
         ("my_syntax:f", "named 'my_syntax'. Write my_syntax.py:f for the file of that name"),
         ("tandem.rewards.exact_number:rewrd", "has no function rewrd"),
         ("tandem:gsm9k", "that come with Tandem are gsm8k, gsm8k_lenient"),
@@ -93,7 +94,10 @@ def test_a_name_that_leads_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, part: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules/my_imports.py").write_text("import not_there")
+    (tmp_path / "my_imports.py").touch()
+    monkeypatch.setattr(sys, "path", [*filter(None, sys.path), str(tmp_path / "modules")])
     (tmp_path / "my_syntax.py").write_text("def f(:")
     (tmp_path / "my rewards.txt").touch()
     (tmp_path / "syntax.py").write_text("def f(:")
