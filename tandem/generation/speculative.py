@@ -14,7 +14,7 @@ import math
 import time
 from bisect import bisect
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
@@ -306,33 +306,35 @@ def accepted(drawn: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[list
     return rows
 
 
-def confirmed(predicted: Sequence[int], drawn: Sequence[int]) -> int:
-    """How many tokens of a predicted text an answer said where it was expected to say them: behind
-    the predicted tokens that it said last. It follows from the two alone, not from what was run."""
-    places: dict[int, list[int]] = {}
-    for place, token_id in enumerate(predicted):
-        places.setdefault(token_id, []).append(place)
+def confirmed(predicted: Sequence[int], answers: Iterable[Sequence[int]]) -> int:
+    """How many tokens of a predicted text answers said where they were expected to say them: behind
+    the predicted tokens that each said last. It follows from the texts alone, not from what was
+    run. Of one answer O(T log T) in time: servers count on the thread that talks to everybody."""
+    places: dict[tuple[int, ...], list[int]] = {}  # where up to _LONGEST_MATCH tokens end
+    for end in range(1, len(predicted) + 1):
+        for begin in range(max(0, end - _LONGEST_MATCH), end):
+            places.setdefault(tuple(predicted[begin:end]), []).append(end)
+    return sum(len(_said(predicted, places, drawn)) for drawn in answers)
+
+
+def _said(
+    predicted: Sequence[int], places: Mapping[tuple[int, ...], list[int]], drawn: Sequence[int]
+) -> set[int]:
+    """The places of `predicted` that one answer said."""
     said: set[int] = set()
     at = 0  # the token expected next
-    for number, token_id in enumerate(drawn):
+    for end, token_id in enumerate(drawn, 1):
         if at < len(predicted) and predicted[at] == token_id:
             said.add(at)
             at += 1
-        elif known := places.get(token_id):
-            middle = bisect(known, at)
-            near = known[max(0, middle - _PLACES) : middle + _PLACES]
-            newest = drawn[max(0, number + 1 - _LONGEST_MATCH) : number + 1]
-            best = max(near, key=lambda place: (_match(predicted, place, newest), -abs(place - at)))
-            at = best + 1
-    return len(said)
-
-
-def _match(text: Sequence[int], place: int, newest: Sequence[int]) -> int:
-    """How many of the newest tokens, the last ones first, `text` has up to a place."""
-    same = 0
-    while same < min(place + 1, len(newest)) and text[place - same] == newest[-1 - same]:
-        same += 1
-    return same
+            continue
+        for begin in range(max(0, end - _LONGEST_MATCH), end):  # the longest match first
+            if ends := places.get(tuple(drawn[begin:end])):
+                middle = bisect(ends, at + 1)  # the nearest one is that or the one before
+                near = ends[max(0, middle - 1) : middle + 1]
+                at = min(near, key=lambda place: abs(place - at - 1))
+                break
+    return said
 
 
 def runs_ahead(model: PreTrainedModel) -> bool:

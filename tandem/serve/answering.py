@@ -96,7 +96,8 @@ class Answering:
                   "total_tokens": prompt + drawn}  # fmt: skip
         if not self.wanted.prediction:
             return counts
-        said = sum(confirmed(choice.prompt.predicted, choice.drawn) for choice in self.choices)
+        answers = [choice.drawn for choice in self.choices]
+        said = confirmed(self.prompts[0].predicted, answers)  # a chat has one prompt
         of = sum(len(choice.prompt.predicted) for choice in self.choices)
         details = {"accepted_prediction_tokens": said, "rejected_prediction_tokens": of - said}
         return {**counts, "completion_tokens_details": details}

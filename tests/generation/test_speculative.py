@@ -130,7 +130,30 @@ def test_draws_are_kept_up_to_the_first_that_was_not_guessed() -> None:
 def test_the_tokens_of_a_prediction_that_were_said_are_counted(
     predicted: list[int], drawn: list[int], said: int
 ) -> None:
-    assert confirmed(predicted, drawn) == said
+    assert confirmed(predicted, [drawn]) == said
+    assert confirmed(predicted, [drawn, [], drawn]) == 2 * said
+
+
+class Counted(list[int]):
+    """A list that counts what is read of it."""
+
+    read = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        Counted.read += len(found) if isinstance(place, slice) else 1
+        return found
+
+
+def test_counting_what_was_said_of_a_long_prediction_takes_few_reads() -> None:
+    """A server counts where it talks to everybody, so others wait: of texts whose tokens are many
+    times in the prediction, without a match, at most a few reads for each token."""
+    chance = random.Random(0)
+    predicted = Counted(chance.choices(range(5), k=2000))
+    drawn = Counted(chance.choices(range(5), k=2000))
+    Counted.read = 0
+    confirmed(predicted, [drawn])
+    assert 0 < Counted.read < 2000 * 40
 
 
 def test_times_between_those_seen_are_in_proportion() -> None:
