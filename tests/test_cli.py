@@ -16,6 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 from tandem.cli import main
+from tandem.launch.failure import disk_line
 from tests.tiny import save_tiny_model
 
 
@@ -299,6 +300,20 @@ def test_a_full_disk_is_told_with_what_is_free_and_how_to_go_on(
     line = f"tandem: {tmp_path}/not/there.json: {os.strerror(number)}"
     more = more.format(kept="continues; finished cases are kept")
     assert err == f"{line}{more}\n"
+
+
+def test_a_full_disk_is_told_where_nobody_may_ask_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refused(folder: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    monkeypatch.setattr("shutil.disk_usage", refused)
+    error = OSError(errno.ENOSPC, "full", str(tmp_path / "x"))
+    ending = "Free some space. The same command starts over."
+    assert disk_line(error, ["plan"]) == f"{tmp_path}/x: full. {ending}"
+    error.filename = 3  # an open file's number
+    assert disk_line(error, ["plan"]) == "3: full"
 
 
 @pytest.mark.parametrize(

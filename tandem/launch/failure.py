@@ -88,10 +88,13 @@ def disk_line(error: OSError, args: Sequence[str]) -> str:
     """What an OSError that ended the command `args` is; where a disk is full, with how much is free
     and how the command goes on then."""
     line = f"{place_of(error)}: {error.strerror or error}"
-    if not error.filename or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    where = error.filename
+    if not isinstance(where, str | bytes) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return line
-    free = shutil.disk_usage(existing(Path(os.fsdecode(error.filename)))).free
-    return f"{line} ({free:,} bytes free). {way_out(error)}. {going_on(args)}".rstrip()
+    free = ""
+    with suppress(OSError):  # what lies above it may be closed to us
+        free = f" ({shutil.disk_usage(existing(Path(os.fsdecode(where)))).free:,} bytes free)"
+    return f"{line}{free}. {way_out(error)}. {going_on(args)}".rstrip()
 
 
 @contextmanager

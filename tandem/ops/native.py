@@ -139,9 +139,11 @@ def arithmetic() -> str:
     """Where the last bits of numbers on a CPU come from: two processes compute the same bits if
     this is the same text. Builds the operations.
 
-    `AVX-512 with BF16, AMX for fp32 and bf16`, or `plain torch`.
+    `AVX-512 with BF16, AMX for fp32 and bf16`, or `plain torch (AVX512)`.
     """
-    text: str = torch.ops.tandem.arithmetic() if available() else "plain torch"
+    if not available():
+        return f"plain torch ({torch.backends.cpu.get_cpu_capability()})"
+    text: str = torch.ops.tandem.arithmetic()
     return text
 
 
