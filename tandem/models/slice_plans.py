@@ -301,12 +301,12 @@ def _inner_widths(config: PreTrainedConfig, plan: SlicePlan) -> Iterator[tuple[s
 
 
 def linear_widths(config: PreTrainedConfig) -> list[int]:
-    """Of linear layers that are sliced: integers are cut between blocks."""
+    """Of linear layers that are sliced, or of each run of heads: integers are cut between blocks."""
     config = config.get_text_config()
-    heads = heads_of(config)
-    inner = [width for _, width in _inner_widths(config, _PLANS[config.model_type])]
+    plan, heads = _PLANS[config.model_type], heads_of(config)
+    inner = [width for _, width in _inner_widths(config, plan)]
     width = getattr(config, "v_head_dim", None) or heads.width  # of values
-    return [heads.queries * width, *inner]
+    return [heads.queries // plan.head_runs * width, *inner]
 
 
 def check_sliceable(config: PreTrainedConfig, parts: int, frozen: str = "") -> None:

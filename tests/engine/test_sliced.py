@@ -173,6 +173,10 @@ def test_integers_are_cut_between_blocks() -> None:
     config.intermediate_size = 224
     with pytest.raises(ModelError, match="between blocks of 64 nf4 weights; got 2 for 224"):
         slice_plans.check_sliceable(config, 2, "nf4")
+    runs = config_of("codegen", n_embd=1024, n_head=16)  # whose heads lie in four runs
+    slice_plans.check_sliceable(runs, 4, "nf4")
+    with pytest.raises(ModelError, match="between blocks of 256 int8 weights; got 2 for 256"):
+        slice_plans.check_sliceable(runs, 2, "int8")
 
 
 def test_longrope_is_refused_from_the_config() -> None:
