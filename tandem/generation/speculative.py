@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedModel
 
 from tandem.generation.request import Request
+from tandem.models.blocks import has_experts
 from tandem.ops import native
 
 _LONGEST_DRAFT = 8
@@ -346,11 +347,3 @@ def runs_ahead(model: PreTrainedModel) -> bool:
         return False
     weights = (*model.parameters(), *model.buffers())
     return sum(weight.nbytes for weight in weights) >= LEAST_BYTES
-
-
-def has_experts(model: PreTrainedModel) -> bool:
-    """Whether tokens are sent to some of several modules, by the names of modules and classes."""
-    return any(
-        "expert" in f"{name}.{type(module).__name__}".lower()
-        for name, module in model.named_modules()
-    )

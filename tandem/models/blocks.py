@@ -58,3 +58,11 @@ def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
 def is_split(model: nn.Module) -> bool:
     """Whether hooks of FSDP2 gather a model's weights."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    """Whether tokens are sent to some of several modules, by the names of modules and classes."""
+    return any(
+        "expert" in f"{name}.{type(module).__name__}".lower()
+        for name, module in model.named_modules()
+    )

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.errors import ModelError
+from tandem.models.blocks import has_experts
 from tandem.models.hf_logging import quiet
 from tandem.models.modes import evaluating
 from tandem.models.source import positions_in
@@ -30,6 +31,8 @@ from tandem.ops.attention_context import BLOCK_TOKENS, Decode, KVMemory, Packed,
 TRUSTED_GAP = 1e-5
 """Mean |log-prob difference|, in nats, up to which the sampler's log-probs replace a forward's."""
 
+_REROUTED = 1 / 8
+"""The share of a mixture's tokens that rounding may send to other experts, in half precision."""
 _LENGTHS = (23, 9)  # longer and shorter than a block of KV memory
 
 
@@ -102,7 +105,6 @@ def check_twin(
         ModelError: the twin's logits, or their likeliest tokens, differ from the model's.
     """
     rows = random_rows(model, _LENGTHS)
-    family, advice = model.config.model_type, _advice(model)
     with evaluating(model):
         runs = running(model)
         # Which warns of slow operations of the family's own that the twin does not run.
@@ -110,11 +112,11 @@ def check_twin(
             full = torch.cat([runs(input_ids=row[None], use_cache=False).logits[0] for row in rows])
         packed = _packed_logits(model, rows)
         decoded = _decoded_logits(model, rows, make_decoder or _Modules) if decodes(model) else None
-    to_model = _require_close(full, packed, family, "packed", advice)
+    to_model = _require_close(model, full, packed, "packed")
     if decoded is None:
         return Agreement(False, math.inf, math.inf, to_model)
     places = _decoded_places(rows)
-    _require_close(full[places], decoded, family, "decoding", advice)
+    _require_close(model, full[places], decoded, "decoding")
     trained = (full if trains_elsewhere else packed)[places]
     gap = torch.log_softmax(decoded.float(), -1) - torch.log_softmax(trained.float(), -1)
     gap = gap.abs()
@@ -136,7 +138,7 @@ def check_slices(model: PreTrainedModel) -> float:
         torch.cat([one(input_ids=row[None], use_cache=False).logits[0] for row in rows])
         for one in (model, runs)
     )
-    return _require_close(full, sliced, model.config.model_type, "sliced", _advice(model))
+    return _require_close(model, full, sliced, "sliced")
 
 
 def random_rows(model: PreTrainedModel, lengths: Sequence[int], *, room: int = 0) -> list[Tensor]:
@@ -257,17 +259,24 @@ def _advice(model: PreTrainedModel) -> str:
     return "This family is not supported."
 
 
-def _require_close(own: Tensor, ours: Tensor, family: str, road: str, advice: str) -> float:
-    """Equal up to rounding, and the same likeliest token except in near ties."""
-    scale = max(1.0, float(own.float().abs().max()))
-    tolerance = 4 * math.sqrt(torch.finfo(own.dtype).eps)
-    apart = float((own.float() - ours.float()).abs().max()) / scale
+def _require_close(model: PreTrainedModel, own: Tensor, ours: Tensor, road: str) -> float:
+    """Equal up to rounding, and the same likeliest token except in near ties.
+
+    In half precision rounding also sends a few of a mixture's tokens to other experts. A wrong
+    layer shows in nearly all tokens.
+    """
+    scale, eps = max(1.0, float(own.float().abs().max())), torch.finfo(own.dtype).eps
+    tolerance = 4 * math.sqrt(eps)
+    rerouted = _REROUTED if eps > 1e-4 and has_experts(model) else 0.0
+    apart = (own.float() - ours.float()).abs().amax(-1) / scale
+    largest = float(apart.max())
     top = own.float().topk(2, dim=-1)
     clear = top.values[:, 0] - top.values[:, 1] > 2 * tolerance * scale
-    same = ours.argmax(-1) == top.indices[:, 0]
-    if not apart <= tolerance or not bool(same[clear].all()):
+    differs = (apart > tolerance) | clear & (ours.argmax(-1) != top.indices[:, 0])
+    if math.isnan(largest) or int(differs.sum()) > rerouted * len(differs):
         raise ModelError(
-            f"the {road} forward of family {family!r} must give its own forward's logits; got a "
-            f"largest difference of {apart:.3g} of the largest logit. {advice}"
+            f"the {road} forward of family {model.config.model_type!r} must give its own forward's "
+            f"logits; got a largest difference of {largest:.3g} of the largest logit. "
+            f"{_advice(model)}"
         )
-    return apart
+    return largest

@@ -301,7 +301,8 @@ def _inner_widths(config: PreTrainedConfig, plan: SlicePlan) -> Iterator[tuple[s
 
 
 def linear_widths(config: PreTrainedConfig) -> list[int]:
-    """Of linear layers that are sliced, or of each run of heads: integers are cut between blocks."""
+    """Of linear layers that are sliced, and where heads lie in runs, of a run: integers are cut
+    between blocks."""
     config = config.get_text_config()
     plan, heads = _PLANS[config.model_type], heads_of(config)
     inner = [width for _, width in _inner_widths(config, plan)]

@@ -24,6 +24,7 @@ from tandem.generation.speculative import (
     confirmed,
 )
 from tandem.generation.streaming import Conversations, Handle
+from tandem.models.blocks import has_experts
 from tandem.models.frozen import freeze_quantized
 from tests.generation.rollouts import CPU, STOPS, bitwise, new_wide, prompts, wide
 
@@ -270,9 +271,9 @@ def test_mixtures_of_experts_do_not_speculate() -> None:
         config = AutoConfig.for_model(family, **sizes)
         with torch.device("cpu" if family == "mixtral" else "meta"):
             model = AutoModelForCausalLM.from_config(config)
-        assert speculative.has_experts(model), family
+        assert has_experts(model), family
         assert not speculative.runs_ahead(model), family
-    assert not any(speculative.has_experts(wide(name)) for name in ("llama", "gpt2", "gemma2"))
+    assert not any(has_experts(wide(name)) for name in ("llama", "gpt2", "gemma2"))
 
 
 # ---- answers ----

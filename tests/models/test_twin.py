@@ -37,6 +37,7 @@ from .families import (
     scaled,
     tiny_model,
 )
+from .measure_decoders import tiny_decoder
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *CAUSAL_ONLY])
@@ -211,3 +212,24 @@ def test_routers_are_as_steady_in_training_as_in_evaluation(family: str) -> None
     calm = hidden_states(model.eval(), batch)
     assert torch.equal(hidden_states(model.train(), batch), calm)
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [4, 5])
+def test_rounding_may_send_a_few_tokens_to_other_experts(
+    family: str, dtype: torch.dtype, tokens: int
+) -> None:
+    """Of a mixture in half precision; as many as a wrong layer changes are refused."""
+    model = tiny_decoder(family)
+    own = torch.randn(32, 99, generator=torch.Generator().manual_seed(3)).to(dtype)
+    others = own.clone()
+    others[4 : 4 + tokens] = -own[4 : 4 + tokens]
+    if (family, dtype, tokens) == ("mixtral", torch.bfloat16, 4):
+        assert selfcheck._require_close(model, own, others, "packed") > 1
+    else:
+        with pytest.raises(ModelError, match="must give its own forward's logits; got a largest"):
+            selfcheck._require_close(model, own, others, "packed")
+    others[0, 0] = torch.nan
+    with pytest.raises(ModelError, match="got a largest difference of nan of"):
+        selfcheck._require_close(model, own, others, "packed")
