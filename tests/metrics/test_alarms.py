@@ -124,6 +124,12 @@ def test_an_alarm_has_its_rules_value_and_threshold():
     assert "missing_eos_penalty" in alarm.advice
 
 
+def test_a_negative_kl_may_be_of_outputs_that_are_never_drawn():
+    (alarm,) = check_alarms(history("grpo", "kl", [0.0, -16.0]), {})
+    assert alarm.alarm == "kl-negative"
+    assert "never drawn because the tokenizer lacks them, train with SFT first" in alarm.advice
+
+
 def test_who_learns_the_references_distributions_is_not_told_to_learn_more_of_them():
     """The perplexity of texts then goes to the reference's, the faster the higher ptx_coef is."""
     for stage in ("distill", "grpo"):
