@@ -20,11 +20,20 @@ from torch import Tensor
 
 from bench.generation_sides import GenerationStart, GenerationWork, generation_start
 from bench.harness import now, peak_bytes
-from bench.models import SHAPES, llama, model_config, prompt_rows, random_ids, random_model, tiny
+from bench.models import (
+    SHAPES,
+    WORDS,
+    covering_tokenizer,
+    llama,
+    model_config,
+    prompt_rows,
+    random_ids,
+    random_model,
+    tiny,
+)
 from bench.ppo_sides import Start, TandemSide, Work
 from bench.report import ROOT
 from tandem.config.schema import SamplingConfig
-from tandem.data.embedded.tokenizer import build_tokenizer
 from tandem.generation.generator import generate
 from tandem.generation.gpu_runner import recorded_so_far
 from tandem.ops import attention
@@ -189,7 +198,7 @@ def largest(work: Work) -> dict[str, Any]:
 
 def on_device(work: Work) -> Start:
     """As `ppo_sides.start`, with random weights made where and as they compute."""
-    tokenizer = build_tokenizer(min(512, work.shape["vocab_size"]))
+    tokenizer = covering_tokenizer(work.shape["vocab_size"])
     positions = max(work.prompt_tokens) + work.max_new_tokens
     actor, reward_model = (
         random_model(
@@ -202,7 +211,7 @@ def on_device(work: Work) -> Start:
         for shape, scalar in ((work.shape, False), (work.critic_shape or work.shape, True))
     )
     lengths = [work.prompt_tokens[i % len(work.prompt_tokens)] for i in range(work.num_prompts)]
-    prompts = random_ids(lengths, len(tokenizer), work.seed)
+    prompts = random_ids(lengths, min(WORDS, len(tokenizer)), work.seed)
     return Start(actor, reward_model, tokenizer, prompt_rows(prompts))
 
 

@@ -30,11 +30,10 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.models import SHAPES, Shape, llama, model_config
+from bench.models import SHAPES, Shape, covering_tokenizer, llama, model_config
 from tandem.config.load import build_config, dump_config
 from tandem.config.schema import RunConfig
 from tandem.data.dataset import load_data
-from tandem.data.embedded.tokenizer import build_tokenizer
 from tandem.errors import TandemError
 from tandem.models.hf_logging import quiet
 from tandem.models.load import new_causal_lm
@@ -268,7 +267,7 @@ def _models(name: str, work: Path) -> Path:
     folder = work / "models" / name
     if (folder / "reward" / "config.json").exists():
         return folder
-    tokenizer = build_tokenizer(512)
+    tokenizer = covering_tokenizer(MODELS[name]["vocab_size"])
     config = model_config(MODELS[name], 512, eos=tokenizer.eos_token_id)
     for kind, make in (("actor", new_causal_lm), ("reward", new_scalar_model)):
         with quiet():

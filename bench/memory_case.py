@@ -18,11 +18,10 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from bench.harness import in_children
-from bench.models import Shape, llama, model_config, prompt_rows, random_ids
+from bench.models import Shape, covering_tokenizer, llama, model_config, prompt_rows, random_ids
 from tandem.config.engine import engine_settings
 from tandem.config.load import build_config, check_config
 from tandem.config.schema import RunConfig
-from tandem.data.embedded.tokenizer import build_tokenizer
 from tandem.engine.forward import rank_micro_batches_of, response_logprobs
 from tandem.engine.learner import Learner
 from tandem.engine.placement import Placement
@@ -96,7 +95,7 @@ class Measured:
 
 @cache
 def _tokenizer(vocabulary: int) -> PreTrainedTokenizerBase:
-    return build_tokenizer(min(512, vocabulary))
+    return covering_tokenizer(vocabulary)
 
 
 def save_models(case: MemoryCase, folder: Path) -> None:

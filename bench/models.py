@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -15,12 +17,16 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 
+from tandem.data.embedded.tokenizer import build_tokenizer
 from tandem.types import Message, PromptRow, Source, TokenRow
 
 PAD, BOS, EOS = 0, 1, 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WORDS = 512
+"""Random ids end here, and so do the built-in tokenizer's."""
 _FIRST_ID = 5
 """Random ids begin here: neither the ids above nor a tokenizer's five control tokens are drawn."""
 
@@ -241,6 +247,17 @@ def uniform_lengths(num: int, least: int, most: int, seed: int) -> list[int]:
     """Lengths from `least` to `most`, all equally likely."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(least, most + 1, (num,), generator=generator).tolist()
+
+
+def covering_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """The built-in tokenizer of `WORDS` tokens, and one that no text has for every further output
+    of a model: what a tokenizer lacks is never drawn."""
+    tokenizer = build_tokenizer(min(WORDS, vocabulary))
+    if vocabulary > len(tokenizer):
+        held = json.loads(tokenizer.backend_tokenizer.to_str())
+        held["model"]["vocab"] |= {f"<{i}>": i for i in range(len(tokenizer), vocabulary)}
+        tokenizer._tokenizer = Tokenizer.from_str(json.dumps(held))
+    return tokenizer
 
 
 def prompt_rows(prompts: Iterable[Sequence[int]]) -> tuple[PromptRow, ...]:

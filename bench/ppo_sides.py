@@ -14,9 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.harness import Side, Stopwatch, require_close
 from bench.models import (
+    WORDS,
     Shape,
     apart,
     copied,
+    covering_tokenizer,
     end_probability,
     model_config,
     prompt_rows,
@@ -29,7 +31,6 @@ from bench.plain_hf_ppo import PlainGRPO, PlainPPO, Sequences, Settings
 from tandem.config.load import build_config
 from tandem.config.schema import RunConfig
 from tandem.config.updates import num_updates
-from tandem.data.embedded.tokenizer import build_tokenizer
 from tandem.parallel.world import World
 from tandem.plan.knobs import nested
 from tandem.training.make_engine import make_engine
@@ -95,7 +96,7 @@ class Start:
 
 def start(work: Work) -> Start:
     """Random weights, and prompts of random ids, from the work's seed."""
-    tokenizer = build_tokenizer(min(512, work.shape["vocab_size"]))
+    tokenizer = covering_tokenizer(work.shape["vocab_size"])
     eos, positions = tokenizer.eos_token_id, max(work.prompt_tokens) + work.max_new_tokens
     actor, reward_model = (
         random_model(
@@ -104,7 +105,7 @@ def start(work: Work) -> Start:
         for shape, scalar in ((work.shape, False), (work.critic_shape or work.shape, True))
     )
     lengths = [work.prompt_tokens[i % len(work.prompt_tokens)] for i in range(work.num_prompts)]
-    prompts = random_ids(lengths, len(tokenizer), work.seed)
+    prompts = random_ids(lengths, min(WORDS, len(tokenizer)), work.seed)
     if work.mode == "ragged":
         set_end_probability(actor, prompts[:16], end_probability(work.max_new_tokens), eos)
     return Start(actor, reward_model, tokenizer, prompt_rows(prompts))

@@ -10,7 +10,7 @@ import torch
 
 from bench import ppo_sides, step3
 from bench.harness import Cost, once
-from bench.models import SHAPES, tiny
+from bench.models import SHAPES, WORDS, tiny
 from bench.plain_hf_ppo import HoldLengths
 from bench.ppo_sides import (
     Done,
@@ -117,9 +117,11 @@ def test_both_sides_do_the_same_work_each_time(work: Work, mode: Any) -> None:
         assert len(set(lengths)) > 3
 
 
-def test_ragged_lengths_have_half_the_limit_as_their_mean() -> None:
+@pytest.mark.parametrize("vocabulary", [TINY["vocab_size"], 3 * WORDS])
+def test_ragged_lengths_have_half_the_limit_as_their_mean(vocabulary: int) -> None:
+    shape = {**TINY, "vocab_size": vocabulary}
     work = Work(
-        shape=TINY, mode="ragged", num_prompts=400, max_new_tokens=16, micro_batch_tokens=10**6
+        shape=shape, mode="ragged", num_prompts=400, max_new_tokens=16, micro_batch_tokens=10**6
     )
     made = TandemSide(work, start(work)).make()
     lengths = made.batch.response_mask.sum(dim=1).float()
