@@ -312,7 +312,7 @@ class Run:
             state, notes = load_state_before(folder, before, self.world)
         by, now = None if state is None else state.numbers.get(_BY), computed_by(self.device)
         if by not in (None, now):  # None: of an earlier version
-            notes.append(f"{stage}: note: so far by {by}, from here by {now}: other last bits")
+            notes.append(f"{stage}: note: computed by {by}, from here by {now}: last bits differ")
         for note in notes:
             self.print_line(note)
         if before is not None:
